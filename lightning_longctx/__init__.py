@@ -1,0 +1,57 @@
+"""PyTorch Lightning plug-ins for training on 128K to 1M+ tokens per sequence.
+
+Importing the package registers ``Trainer(strategy="longctx_fsdp")``. ``CausalLMModule`` is imported on first use, since it
+needs the optional extra ``hf``.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch, PackedSequence, model_inputs
+from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics
+from lightning_longctx.datamodules import DynamicBatchingDataModule
+from lightning_longctx.errors import BatchContractError, CheckpointError, ConfigurationError, DataError
+from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
+from lightning_longctx.strategies import LongContextFSDPStrategy, ulysses_attention
+from lightning_longctx.topology import Topology, topology_of
+
+if TYPE_CHECKING:
+    from lightning_longctx.integrations.transformers import CausalLMModule
+
+__all__ = [
+    "IGNORE_INDEX",
+    "PAD_SOURCE_ID",
+    "BatchContractError",
+    "CausalLMModule",
+    "CheckpointError",
+    "ConfigurationError",
+    "DataError",
+    "DynamicBatchingDataModule",
+    "ExactTokenMean",
+    "LongContextFSDPStrategy",
+    "PackedBatch",
+    "PackedSequence",
+    "TokenLoss",
+    "Topology",
+    "TrainingMetrics",
+    "causal_lm_loss",
+    "model_inputs",
+    "topology_of",
+    "ulysses_attention",
+    "weighted_term",
+]
+
+try:
+    __version__ = version("lightning-longctx")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0.0.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CausalLMModule":
+        from lightning_longctx.integrations import CausalLMModule
+
+        return CausalLMModule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

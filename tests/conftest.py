@@ -1,0 +1,39 @@
+"""Settings of the whole test session: offline, one thread, each test in its own folder, one pool of processes."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before any import of a library that reads it
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from _pytest.config import parse_warning_filter  # noqa: E402
+
+from tests.helpers import pool  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the processes of the pool the same warning filters as this one."""
+    torch.set_num_threads(1)
+    pool.set_warning_filters([parse_warning_filter(text, escape=False) for text in config.getini("filterwarnings")])
+
+
+def pytest_sessionfinish() -> None:
+    """End the pool."""
+    pool.close_pool()
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in an empty folder: a Trainer writes logs and checkpoints where it stands."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    """Start each test from the same random state."""
+    torch.manual_seed(0)
