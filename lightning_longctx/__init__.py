@@ -1,7 +1,7 @@
 """PyTorch Lightning plug-ins for training on 128K to 1M+ tokens per sequence.
 
-Importing the package registers ``Trainer(strategy="longctx_fsdp")``. ``CausalLMModule`` is imported on first use, since it
-needs the optional extra ``hf``.
+Importing the package registers ``Trainer(strategy="longctx_fsdp")``. ``CausalLMModule`` is imported on first use,
+since it needs the optional extra ``hf``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The packed batch: the one contract between data, strategy, model and callbacks.
 
 One row holds whole documents one after another. The per-token keys are sliced over the ranks of a sequence-parallel
-group; the facts about the row (document bounds, divisor) are whole on every rank. Labels are shifted inside each document
-before that slice, since a shard cannot know the first token of the next one.
+group; the facts about the row (document bounds, divisor) are whole on every rank. Labels are shifted inside each
+document before that slice, since a shard cannot know the first token of the next one.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class PackedBatch(TypedDict):
 
     Attributes:
         input_ids: int64 ``[1, T/S]``, local.
-        shift_labels: int64 ``[1, T/S]``, local. Already shifted inside each document; the last token of a document has -100.
+        shift_labels: int64 ``[1, T/S]``, local. Already shifted inside each document; the last token of a document
+            has -100.
         position_ids: int64 ``[1, T/S]``, local. Restart at 0 in each document.
         source_ids: int64 ``[1, T/S]``, local. Which source each token came from; -1 on padding.
         cu_seqlens: int32 ``[D+1]``, of the whole row on every rank. Strictly increasing, first 0, last ``T``.
         max_seqlen: the longest document of the whole row.
-        document_keys: int64 ``[D, 2]``, whole, on the host. (source id, document number in the source); (-1, -1) for padding.
+        document_keys: int64 ``[D, 2]``, whole, on the host. (source id, document number in the source); (-1, -1) for
+            padding.
         loss_divisor: the token budget of a micro-batch; the same on every rank.
     """
 
@@ -107,12 +109,15 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
-    """Number of positions with a target in this rank's shard: int64, 0-d, on the batch's device (no synchronisation)."""
-    return (batch["shift_labels"] != IGNORE_INDEX).sum()
+    """Count the positions with a target in this rank's shard: int64, 0-d, on the batch's device."""
+    labels: Tensor = batch["shift_labels"]
+    return (labels != IGNORE_INDEX).sum()
 
 
 def validate_packed_batch(batch: Mapping[str, Any], sp_size: int = 1) -> None:
-    """Check every rule of a packed batch. Reads values on the host: for loaders, tests and first steps, not for each step.
+    """Check every rule of a packed batch.
+
+    It reads values on the host: for loaders, tests and first steps, not for each step.
 
     Args:
         batch: the candidate.
@@ -124,7 +129,10 @@ def validate_packed_batch(batch: Mapping[str, Any], sp_size: int = 1) -> None:
     missing = sorted(PackedBatch.__required_keys__ - batch.keys())
     if missing:
         raise BatchContractError(
-            f"batch[{missing[0]!r}]", "must be present", f"the keys {sorted(batch)}", "Build rows with `pack_documents`."
+            f"batch[{missing[0]!r}]",
+            "must be present",
+            f"the keys {sorted(batch)}",
+            "Build rows with `pack_documents`.",
         )
     if "attention_mask" in batch:
         _fail("attention_mask", "must be absent (document bounds are in `cu_seqlens`)", "one", "Leave the key out.")
@@ -143,7 +151,9 @@ def _fail(key: str, rule: str, got: object, fix: str) -> None:
 def _check_bounds(batch: Mapping[str, Any]) -> None:
     bounds = batch["cu_seqlens"]
     if not isinstance(bounds, Tensor) or bounds.dtype != torch.int32 or bounds.dim() != 1 or bounds.numel() < 2:
-        _fail("cu_seqlens", "must be int32 [D+1] with D >= 1", _describe(bounds), "Give the document bounds of the row.")
+        _fail(
+            "cu_seqlens", "must be int32 [D+1] with D >= 1", _describe(bounds), "Give the document bounds of the row."
+        )
     lengths = bounds.diff()
     if int(bounds[0]) != 0 or int(lengths.min()) <= 0:
         _fail("cu_seqlens", "must start at 0 and strictly increase", bounds.tolist(), "Leave empty documents out.")
@@ -153,7 +163,12 @@ def _check_bounds(batch: Mapping[str, Any]) -> None:
     keys = batch["document_keys"]
     documents = bounds.numel() - 1
     if not isinstance(keys, Tensor) or keys.dtype != torch.int64 or tuple(keys.shape) != (documents, 2):
-        _fail("document_keys", f"must be int64 [{documents}, 2]", _describe(keys), "Give (source id, number) per document.")
+        _fail(
+            "document_keys",
+            f"must be int64 [{documents}, 2]",
+            _describe(keys),
+            "Give (source id, number) per document.",
+        )
     if keys.device.type != "cpu":
         _fail("document_keys", "must stay on the host", keys.device, "Do not move this key to the device.")
     divisor = batch["loss_divisor"]

@@ -1,9 +1,10 @@
 """The causal language-model loss in chunks, with the loss of each token as an output.
 
-A row of 1M tokens times a vocabulary of 128K is 512 GB of logits, so the head and the cross entropy run chunk by chunk and
-only one chunk exists at a time. The gradients are formed in the same pass: a sum of token losses has a gradient that is
-known up to one factor, so recomputing the logits in backward (a fourth matrix product) would buy nothing.
-``benchmarks/loss.py`` compares time and memory with plain cross entropy and with PyTorch's ``linear_cross_entropy``.
+A row of 1M tokens times a vocabulary of 128K is 512 GB of logits, so the head and the cross entropy run chunk by
+chunk and only one chunk exists at a time. The gradients are formed in the same pass: a sum of token losses has a
+gradient that is known up to one factor, so recomputing the logits in backward (a fourth matrix product) would buy
+nothing. ``benchmarks/loss.py`` compares time and memory with plain cross entropy and with PyTorch's
+``linear_cross_entropy``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from lightning_longctx.errors import BatchContractError, ConfigurationError
 
 __all__ = ["TokenLoss", "causal_lm_loss", "weighted_term"]
 
-# Elements of one chunk of logits: 64 MiB in fp32. Chosen by benchmarks/loss.py (docs/loss.md has the table): smaller chunks
-# add a pass over the weight gradient for each chunk, larger ones gain no speed.
+# Elements of one chunk of logits: 64 MiB in fp32. Chosen by benchmarks/loss.py (docs/loss.md has the table): smaller
+# chunks add a pass over the weight gradient for each chunk, larger ones gain no speed.
 _CHUNK_ELEMENTS = 2**24
 # A chunk never has fewer tokens than this, or the weight gradient is read and written more often than it is computed.
 _MIN_CHUNK_TOKENS = 256
@@ -35,8 +36,8 @@ class TokenLoss(NamedTuple):
     Attributes:
         loss: 0-d float32 with the graph, for backward only: ``per_token_loss.sum() / loss_divisor``. The strategy (or
             ``ExactTokenMean``) turns the gradients of a step into those of the exact token mean.
-        mean: 0-d float32, detached: the mean over this rank's targets, 0 without any. Log this one; the exact mean over all
-            ranks and micro-batches is logged for you as ``train/loss``.
+        mean: 0-d float32, detached: the mean over this rank's targets, 0 without any. Log this one; the exact mean
+            over all ranks and micro-batches is logged for you as ``train/loss``.
         per_token_loss: float32 ``[1, T/S]``, detached, 0 where there is no target.
     """
 
@@ -89,10 +90,12 @@ def causal_lm_loss(
         assert lm_head_weight is not None
         flat, weight, head_bias = _autocast(flat, lm_head_weight, bias)
         chunk = _chunk_tokens(chunk_tokens, weight.shape[0])
-        summed, per_token = _LinearCrossEntropy.apply(flat, weight, head_bias, flat_labels, chunk, torch.is_grad_enabled())
+        summed, per_token = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            flat, weight, head_bias, flat_labels, chunk, torch.is_grad_enabled()
+        )
     else:
         chunk = _chunk_tokens(chunk_tokens, flat.shape[-1])
-        summed, per_token = _CrossEntropy.apply(flat, flat_labels, chunk)
+        summed, per_token = _CrossEntropy.apply(flat, flat_labels, chunk)  # type: ignore[no-untyped-call]
     mean = summed.detach() / count_targets(batch).clamp(min=1)
     return TokenLoss(summed / divisor, mean, per_token.view(labels.shape))
 
@@ -100,9 +103,9 @@ def causal_lm_loss(
 def weighted_term(term: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Weigh an extra loss term (router auxiliary loss, z-loss, multi-token prediction) so that it keeps its strength.
 
-    The gradients of a step are multiplied by ``loss_divisor / valid targets``. A term weighted by this shard's targets over
-    ``loss_divisor`` comes out of that as its token-weighted mean over micro-batches and ranks; unweighted it would be too
-    strong wherever targets are sparse.
+    The gradients of a step are multiplied by ``loss_divisor / valid targets``. A term weighted by this shard's
+    targets over ``loss_divisor`` comes out of that as its token-weighted mean over micro-batches and ranks;
+    unweighted it would be too strong wherever targets are sparse.
 
     Args:
         term: 0-d, the mean of the term on this rank, with the graph.
@@ -114,11 +117,16 @@ def weighted_term(term: Tensor, batch: Mapping[str, Any]) -> Tensor:
     Example:
         >>> loss = out.loss + weighted_term(0.01 * router_loss, batch)  # doctest: +SKIP
     """
-    return term * (count_targets(batch) / batch["loss_divisor"])
+    share: Tensor = count_targets(batch) / batch["loss_divisor"]
+    return term * share
 
 
 def _check_form(hidden: Tensor | None, weight: Tensor | None, logits: Tensor | None, bias: Tensor | None) -> Tensor:
-    given = [name for name, value in (("hidden_states", hidden), ("lm_head_weight", weight), ("logits", logits)) if value is not None]
+    given = [
+        name
+        for name, value in (("hidden_states", hidden), ("lm_head_weight", weight), ("logits", logits))
+        if value is not None
+    ]
     if given not in (["hidden_states", "lm_head_weight"], ["logits"]):
         fix = "Pass `hidden_states` and `lm_head_weight`, or `logits` alone."
         raise ConfigurationError("causal_lm_loss", "takes one of two forms", f"{given}", fix)
@@ -127,7 +135,7 @@ def _check_form(hidden: Tensor | None, weight: Tensor | None, logits: Tensor | N
             "lm_head_weight",
             "must be whole",
             "a sharded DTensor",
-            "Call the loss inside `training_step` or a method named in `forward_methods`, where FSDP2 has gathered the head.",
+            "Call the loss inside `training_step` or one of `forward_methods`, where FSDP2 has gathered the head.",
         )
     source = logits if logits is not None else hidden
     assert source is not None
@@ -174,9 +182,9 @@ def _logit_gradient(exponentials: Tensor, targets: Tensor, valid: Tensor, sums: 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed and per-token cross entropy of ``hidden @ weight.T + bias``; gradients are made in forward.
 
-    Inputs: hidden [N, H], weight [V, H], bias [V] or None, labels int64 [N], chunk, whether gradients are wanted (autograd
-    does not say so inside forward). The gradients stay unscaled until backward, so that float16 does not underflow at a
-    divisor of a million.
+    Inputs: hidden [N, H], weight [V, H], bias [V] or None, labels int64 [N], chunk, whether gradients are wanted
+    (autograd does not say so inside forward). The gradients stay unscaled until backward, so that float16 does not
+    underflow at a divisor of a million.
     """
 
     @staticmethod

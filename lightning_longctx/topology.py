@@ -1,7 +1,8 @@
 """Who holds which tokens: the ranks, sizes and groups of a run, for any strategy.
 
-Every part of the suite asks :func:`topology_of` and none asks for a concrete strategy. A strategy that knows more than its
-world size offers a ``topology`` property; for the others the answer follows from Lightning's public attributes.
+Every part of the suite asks :func:`topology_of` and none asks for a concrete strategy. A strategy that knows more
+than its world size offers a ``topology`` property; for the others the answer follows from Lightning's public
+attributes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from lightning_longctx.errors import ConfigurationError
 
 __all__ = ["HOST_TIMEOUT", "Topology", "topology_of"]
 
-#: How long ranks wait for one another's data: a first row at 1M tokens took 80 minutes behind a count gate elsewhere, and a
-#: slow row must not kill the run, so the limit is far above that.
+#: How long ranks wait for one another's data: a first row at 1M tokens took 80 minutes behind a count gate elsewhere,
+#: and a slow row must not kill the run, so the limit is far above that.
 HOST_TIMEOUT = timedelta(hours=4)
 
 
@@ -34,7 +35,8 @@ class Topology:
         sp_rank: which shard of the row this rank holds.
         sp_size: number of shards of a row.
         sp_group: device group of the ranks that share a row; None if ``sp_size`` is 1.
-        token_group: device group of the ranks that hold distinct tokens (data-parallel x sequence-parallel); None if alone.
+        token_group: device group of the ranks that hold distinct tokens (data-parallel x sequence-parallel); None if
+            alone.
         sp_host_group: CPU group of the ranks that share a row, with :data:`HOST_TIMEOUT`; None if ``sp_size`` is 1.
         host_group: CPU group of all ranks, with :data:`HOST_TIMEOUT`; None if there is one process.
         ranks_averaged: over how many ranks the strategy averages gradients.
@@ -65,18 +67,19 @@ class Topology:
 def topology_of(trainer: Any) -> Topology:
     """Return the topology of a trainer, whatever its strategy.
 
-    The first call with several processes creates a CPU group, so every rank must make it at the same point: ``setup`` of a
-    callback or data module is such a point.
+    The first call with several processes creates a CPU group, so every rank must make it at the same point: ``setup``
+    of a callback or data module is such a point.
 
     Args:
         trainer: a Lightning ``Trainer``, or anything with a ``strategy``; None stands for one process.
 
     Returns:
-        The strategy's own ``topology`` if it has one; the data-parallel layout of DDP and the like; otherwise one process.
+        The strategy's own ``topology`` if it has one; the data-parallel layout of DDP and the like; otherwise one
+        process.
 
     Raises:
-        ConfigurationError: the processes are not connected yet, or the strategy replicates tokens over ranks in a way that
-            it does not tell (neither ``topology`` nor a mesh axis ``data_parallel``).
+        ConfigurationError: the processes are not connected yet, or the strategy replicates tokens over ranks in a way
+            that it does not tell (neither ``topology`` nor a mesh axis ``data_parallel``).
     """
     if trainer is None:
         return Topology()

@@ -16,8 +16,8 @@ else:
         """A number of tokens in a signature: ``max_seq_len: TokenCount``.
 
         The command line and YAML accept such a parameter in the forms of :func:`parse_token_count` and echo it as the
-        integer. It is an alias of int for type checkers, since that is what a constructor receives and what Python callers
-        pass; a class of its own at run time, so that the command line can tell it from other integers.
+        integer. It is an alias of int for type checkers, since that is what a constructor receives and what Python
+        callers pass; a class of its own at run time, so that the command line can tell it from other integers.
         """
 
 
@@ -29,7 +29,8 @@ def parse_token_count(value: int | float | str, field: str = "tokens") -> int:
     """Turn a number of tokens into an int.
 
     Args:
-        value: an int, a float without a fraction, or a string such as ``"512K"``, ``"1M"``, ``"1_048_576"``, ``"2e10"``.
+        value: an int, a float without a fraction, or a string such as ``"512K"``, ``"1M"``, ``"1_048_576"``,
+            ``"2e10"``.
         field: the name to use in the error.
 
     Returns:

@@ -1,7 +1,7 @@
 """The attention core: causal attention inside each document of a packed row, exactly.
 
-One call of ``scaled_dot_product_attention`` per document: no mask is built, no document sees another, and the outputs of a
-document do not change by a bit when another document does. It runs wherever PyTorch runs.
+One call of ``scaled_dot_product_attention`` per document: no mask is built, no document sees another, and the outputs
+of a document do not change by a bit when another document does. It runs wherever PyTorch runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 __all__ = ["packed_attention"]
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float | None = None) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float | None = None
+) -> Tensor:
     """Causal attention per document.
 
     Args:

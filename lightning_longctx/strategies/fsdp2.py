@@ -1,4 +1,4 @@
-"""The strategy: FSDP2 sharding plus Ulysses sequence parallelism, for any LightningModule, on GPUs and on a laptop's CPU."""
+"""The strategy: FSDP2 plus Ulysses sequence parallelism for any LightningModule, on GPUs and on a laptop's CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_longctx.strategies.rows import RowSharder
 from lightning_longctx.strategies.shard import check_equal_parameters, find_blocks, shard_module
 from lightning_longctx.strategies.ulysses import Exchange, check_heads, set_running_exchange
 from lightning_longctx.token_mean import TokenMean
-from lightning_longctx.topology import HOST_TIMEOUT, Topology
+from lightning_longctx.topology import Topology
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -35,33 +35,36 @@ _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step"
 class LongContextFSDPStrategy(ModelParallelStrategy):
     """FSDP2 sharding of any LightningModule, with each row of tokens shared by ``sequence_parallel_size`` ranks.
 
-    The module is written as for one device. Its blocks and its root are sharded over all ranks before the first step, packed
-    batches are sliced after they reach the device, and after the last backward of a step the gradients are scaled to those
-    of the exact token mean (:class:`~lightning_longctx.token_mean.TokenMean`). For sequence parallelism its attention must be
-    :func:`~lightning_longctx.ulysses_attention`, or ``attn_implementation="longctx"`` for a Hugging Face model.
+    The module is written as for one device. Its blocks and its root are sharded over all ranks before the first step,
+    packed batches are sliced after they reach the device, and after the last backward of a step the gradients are
+    scaled to those of the exact token mean (:class:`~lightning_longctx.token_mean.TokenMean`). For sequence
+    parallelism its attention must be :func:`~lightning_longctx.ulysses_attention`, or
+    ``attn_implementation="longctx"`` for a Hugging Face model.
 
     Registered as ``Trainer(strategy="longctx_fsdp")`` once the package is imported.
 
     Args:
-        sequence_parallel_size: ranks that share a row; divides the world size and the number of query heads. Default 1: plain
-            FSDP2 with the exact token mean.
+        sequence_parallel_size: ranks that share a row; divides the world size and the number of query heads. Default
+            1: plain FSDP2 with the exact token mean.
         blocks: class names of the repeated blocks that become FSDP units. Default None: found, see
             :func:`~lightning_longctx.strategies.shard.find_blocks`.
-        reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward. Default
-            True: at long context memory is what runs out. The root is never resharded.
+        reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward.
+            Default True: at long context memory is what runs out. The root is never resharded.
         forward_methods: further methods of the module that gather the root's parameters when called (``generate`` ...).
         process_group_backend: default: nccl on CUDA, gloo on CPU.
-        timeout: of the training collectives. Default 30 minutes, PyTorch's own for gloo. Waiting for data has its own, longer one.
+        timeout: of the training collectives. Default 30 minutes, PyTorch's own for gloo. Waiting for data has its
+            own, longer one.
 
     Raises:
-        ConfigurationError: sizes that do not divide (when the Trainer is built), heads that do not divide (before any process
-            group where the model is known), a precision other than 32-true, bf16-true and bf16-mixed, unequal initial
-            parameters, several optimizers in manual optimization, a packed step without ``per_token_loss`` at sp > 1, a model
-            that never exchanged.
+        ConfigurationError: sizes that do not divide (when the Trainer is built), heads that do not divide (before any
+            process group where the model is known), a precision other than 32-true, bf16-true and bf16-mixed, unequal
+            initial parameters, several optimizers in manual optimization, a packed step without ``per_token_loss`` at
+            sp > 1, a model that never exchanged.
 
     Example:
         >>> import lightning as L
-        >>> trainer = L.Trainer(strategy=LongContextFSDPStrategy(sequence_parallel_size=1), accelerator="cpu", devices=1)
+        >>> strategy = LongContextFSDPStrategy(sequence_parallel_size=1)
+        >>> trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1)
     """
 
     #: Capability that callbacks ask for: gradients are already those of the exact token mean.
@@ -88,7 +91,7 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         self._rows: RowSharder | None = None
         self._exchange_proven = False
 
-    # -- before any process group ------------------------------------------------------------------------------------------
+    # -- before any process group ------------------------------------------------------------------------------------
 
     @override
     def set_world_ranks(self) -> None:
@@ -121,13 +124,13 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        # Lightning's own plugins would cast buffers or add autocast. Its check of names is skipped for a strategy passed by
-        # name, so ours is made here.
+        # Lightning's own plugins would cast buffers or add autocast. Its check of names is skipped for a strategy
+        # passed by name, so ours is made here.
         if plugin is not None and not isinstance(plugin, FSDP2Precision):
             plugin = FSDP2Precision(str(plugin.precision))
         self._precision_plugin = plugin
 
-    # -- set-up ------------------------------------------------------------------------------------------------------------
+    # -- set-up ------------------------------------------------------------------------------------------------------
 
     @property
     def topology(self) -> Topology:
@@ -194,8 +197,10 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
     def _shard(self, module: pl.LightningModule) -> None:
         meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
         if meta:
-            fix = "Build the module with real tensors (leave out `torch.device('meta')` and `init_module(empty_init=True)`)."
-            raise ConfigurationError("model", "must have materialized parameters", f"meta tensors such as {meta[0]}", fix)
+            fix = "Build it with real tensors: no `torch.device('meta')`, no `init_module(empty_init=True)`."
+            raise ConfigurationError(
+                "model", "must have materialized parameters", f"meta tensors such as {meta[0]}", fix
+            )
         precision = self.precision_plugin
         plugin = precision if isinstance(precision, FSDP2Precision) else FSDP2Precision()
         self._precision_plugin = plugin
@@ -211,10 +216,12 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
     def _require_layout(self) -> Layout:
         if self._layout is None:
             fix = "Ask in `setup` of a callback, module or data module, or later."
-            raise ConfigurationError("strategy.topology", "exists once the processes are connected", "an earlier call", fix)
+            raise ConfigurationError(
+                "strategy.topology", "exists once the processes are connected", "an earlier call", fix
+            )
         return self._layout
 
-    # -- the step ----------------------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------------------------
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -320,8 +327,8 @@ def _check_optimizers(module: pl.LightningModule, optimizers: Sequence[Optimizer
 
 
 def _without_inference_mode(trainer: pl.Trainer) -> None:
-    # FSDP2 saves and restores version counters of its parameters, which inference tensors do not have. It fails on GPUs only,
-    # so no CPU run would show it.
+    # FSDP2 saves and restores version counters of its parameters, which inference tensors do not have. It fails on
+    # GPUs only, so no CPU run would show it.
     loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop)
     for loop in loops:
         loop.inference_mode = False

@@ -1,6 +1,7 @@
 """Which rank does what: data-parallel replicas times sequence-parallel shards, with the groups that go with them.
 
-Ranks of one sequence-parallel group are adjacent, so that they sit inside a node, where the exchanges of every layer belong.
+Ranks of one sequence-parallel group are adjacent, so that they sit inside a node, where the exchanges of every layer
+belong.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Layout:
 
     Attributes:
         mesh: axes ``data_parallel`` x ``sequence_parallel``; what a module sees as ``self.device_mesh``.
-        shard_mesh: over which parameters are sharded: all ranks, one axis ``shard_sp``. It covers the sequence-parallel ranks
-            too, or their gradients would never meet.
+        shard_mesh: over which parameters are sharded: all ranks, one axis ``shard_sp``. It covers the
+            sequence-parallel ranks too, or their gradients would never meet.
         topology: the same facts for every other part of the suite.
     """
 
@@ -42,9 +43,16 @@ def check_world(world_size: int, sequence_parallel_size: int) -> None:
     Raises:
         ConfigurationError: ``sequence_parallel_size`` is not a positive divisor of ``world_size``.
     """
-    if isinstance(sequence_parallel_size, bool) or not isinstance(sequence_parallel_size, int) or sequence_parallel_size < 1:
+    if (
+        isinstance(sequence_parallel_size, bool)
+        or not isinstance(sequence_parallel_size, int)
+        or sequence_parallel_size < 1
+    ):
         raise ConfigurationError(
-            "strategy.sequence_parallel_size", "must be a positive int", repr(sequence_parallel_size), "Use 1 to switch it off."
+            "strategy.sequence_parallel_size",
+            "must be a positive int",
+            repr(sequence_parallel_size),
+            "Use 1 to switch it off.",
         )
     if world_size % sequence_parallel_size:
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -95,4 +103,5 @@ def _sequence_host_group(dp_size: int, sp_size: int, dp_rank: int) -> dist.Proce
         dist.new_group(list(range(start * sp_size, (start + 1) * sp_size)), backend="gloo", timeout=HOST_TIMEOUT)
         for start in range(dp_size)
     ]
-    return groups[dp_rank]
+    mine: dist.ProcessGroup = groups[dp_rank]
+    return mine

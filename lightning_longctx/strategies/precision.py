@@ -1,8 +1,8 @@
 """Precision under FSDP2: parameters and arithmetic in bfloat16, buffers and reductions in float32.
 
-Lightning would cast the whole module, rotary ``inv_freq`` buffers with it, or run under autocast. A bfloat16 ``inv_freq`` gives a
-cosine that is off by 0.15 at position 1,000 and by up to 2 at 1M; so buffers keep their dtype and FSDP2's own policy does the
-rest.
+Lightning would cast the whole module, rotary ``inv_freq`` buffers with it, or run under autocast. A bfloat16
+``inv_freq`` gives a cosine that is off by 0.15 at position 1,000 and by up to 2 at 1M; so buffers keep their dtype
+and FSDP2's own policy does the rest.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class FSDP2Precision(Precision):
     """The precision plugin that :class:`LongContextFSDPStrategy` puts in place of Lightning's.
 
     Args:
-        precision: ``"32-true"``; ``"bf16-true"`` (parameters stored and used in bfloat16); ``"bf16-mixed"`` (stored in float32,
-            gathered and used in bfloat16). Gradients are reduced in float32 in all of them.
+        precision: ``"32-true"``; ``"bf16-true"`` (parameters stored and used in bfloat16); ``"bf16-mixed"`` (stored
+            in float32, gathered and used in bfloat16). Gradients are reduced in float32 in all of them.
 
     Raises:
         ConfigurationError: any other precision. float16 would need a loss scaler, which FSDP2 has not.

@@ -23,8 +23,9 @@ def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> list[n
 
     Args:
         module: the whole module.
-        names: class names of the blocks. None finds them: the classes in a Hugging Face model's ``_no_split_modules``, else
-            the children of the ``ModuleList`` with the most parameters that lies in no other ``ModuleList``.
+        names: class names of the blocks. None finds them: the classes in a Hugging Face model's
+            ``_no_split_modules``, else the children of the ``ModuleList`` with the most parameters that lies in no
+            other ``ModuleList``.
 
     Returns:
         The blocks in the module's order; none for a module without repeated blocks (the root then holds everything).
@@ -36,7 +37,8 @@ def find_blocks(module: nn.Module, names: Sequence[str] | None = None) -> list[n
         classes = {type(child).__name__ for child in module.modules()}
         unknown = sorted(set(names) - classes)
         if unknown:
-            fix = f"Name classes of repeated blocks, such as {sorted(c for c in classes if 'Layer' in c or 'Block' in c)}."
+            likely = sorted(name for name in classes if "Layer" in name or "Block" in name)
+            fix = f"Name classes of repeated blocks, such as {likely}."
             raise ConfigurationError("strategy.blocks", "must name classes of submodules", unknown, fix)
         return _outermost(module, set(names))
     announced: set[str] = set()
@@ -60,8 +62,9 @@ def shard_module(
 ) -> None:
     """Shard the blocks, then the root with all that is left, in place.
 
-    The root is never resharded after its forward: its parameters (embedding, final norm, head) are used at both ends of the
-    step. ``forward_methods`` are entry points other than ``forward`` that gather the root's parameters when called.
+    The root is never resharded after its forward: its parameters (embedding, final norm, head) are used at both ends
+    of the step. ``forward_methods`` are entry points other than ``forward`` that gather the root's parameters when
+    called.
     """
     for block in blocks:
         if not isinstance(block, FSDPModule):
@@ -70,7 +73,10 @@ def shard_module(
     for name in forward_methods:
         if not callable(getattr(module, name, None)):
             raise ConfigurationError(
-                "strategy.forward_methods", f"must name methods of {type(module).__name__}", repr(name), "Check the name."
+                "strategy.forward_methods",
+                f"must name methods of {type(module).__name__}",
+                repr(name),
+                "Check the name.",
             )
         register_fsdp_forward_method(module, name)
 
@@ -84,8 +90,9 @@ def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None) -
     if group is None:
         return
     named = [*module.named_parameters(), *module.named_buffers()]
-    hashes = torch.stack([_hash(tensor) for _, tensor in named]) if named else torch.zeros(1, dtype=torch.int64)
-    hashes = hashes.to(named[0][1].device) if named else hashes
+    if not named:
+        return
+    hashes = torch.stack([_hash(tensor) for _, tensor in named]).to(named[0][1].device)
     counts = torch.tensor([len(named)], dtype=torch.int64, device=hashes.device)
     if not _equal(counts, group):
         fix = "Build the same model on every rank."
@@ -98,7 +105,7 @@ def check_equal_parameters(module: nn.Module, group: dist.ProcessGroup | None) -
         f"model.{named[first][0]}",
         "must start equal on every rank (sharding does not broadcast)",
         f"{int((low != high).sum())} of {len(named)} tensors that differ",
-        "Seed every rank alike before the model is built: `seed_everything` in the CLI, `L.seed_everything(seed)` in a script.",
+        "Seed every rank alike before the model is built: `L.seed_everything(0)`, or `seed_everything: 0` in YAML.",
     )
 
 
@@ -118,7 +125,7 @@ def _hash(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().flatten()
     width = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for part in flat.view(width).split(_HASH_CHUNK):
+    for part in torch.split(flat.view(width), _HASH_CHUNK):
         # Weights in 1..65,521 (a prime), so that exchanged values show; int64 sums may wrap, alike on every rank.
         places = torch.arange(part.numel(), device=part.device).remainder_(65_521).add_(1)
         total = total * 31 + (part.to(torch.int64) * places).sum()

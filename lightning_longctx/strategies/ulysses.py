@@ -1,8 +1,9 @@
 """Ulysses sequence parallelism: exchange sequence for heads around the attention core.
 
-Each of S ranks holds T/S tokens of every head. Attention needs all tokens of a head, so one all-to-all turns the row into
-T tokens of H/S heads, the core runs on whole documents, and a second all-to-all turns its output back. Paper: DeepSpeed
-Ulysses (arXiv 2309.14509). Communication per layer and rank is 2 x (H + Hkv) x T/S x D elements, whatever S.
+Each of S ranks holds T/S tokens of every head. Attention needs all tokens of a head, so one all-to-all turns the row
+into T tokens of H/S heads, the core runs on whole documents, and a second all-to-all turns its output back. Paper:
+DeepSpeed Ulysses (arXiv 2309.14509). Communication per layer and rank is 2 x (H + Hkv) x T/S x D elements, whatever
+S.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Exchange:
         self.count = 0
 
 
-# The running strategy's exchange. The group is the same for the whole run, also when activation recompute calls the attention
-# again in backward, so a module variable is safe here; facts about a batch are not kept this way.
+# The running strategy's exchange. The group is the same for the whole run, also when activation recompute calls the
+# attention again in backward, so a module variable is safe here; facts about a batch are not kept this way.
 _running: Exchange | None = None
 
 
@@ -90,8 +91,9 @@ def ulysses_attention(
 ) -> Tensor:
     """Causal per-document attention over the whole row, from the shards of it that the ranks hold.
 
-    Stands in the place of ``scaled_dot_product_attention(q, k, v, is_causal=True)`` in a user's own model; without sequence
-    parallelism it is the per-document attention of a packed row. Rotary embeddings come before it, from ``position_ids``.
+    Stands in the place of ``scaled_dot_product_attention(q, k, v, is_causal=True)`` in a user's own model; without
+    sequence parallelism it is the per-document attention of a packed row. Rotary embeddings come before it, from
+    ``position_ids``.
 
     Args:
         query: ``[1, H, T/S, D]``, local.
@@ -135,7 +137,7 @@ def gather_seq_scatter_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
     tokens, heads, dim = tensor.shape
     # [T/S, S, H/S, D] -> [S, T/S, H/S, D]: the first dimension says who gets it, and afterwards who sent it
     sent = tensor.reshape(tokens, size, heads // size, dim).transpose(0, 1).contiguous()
-    received: Tensor = _AllToAll.apply(sent, group)
+    received: Tensor = _AllToAll.apply(sent, group)  # type: ignore[no-untyped-call]
     return received.reshape(size * tokens, heads // size, dim)
 
 
@@ -144,7 +146,7 @@ def gather_heads_scatter_seq(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
     size = dist.get_world_size(group)
     tokens, heads, dim = tensor.shape
     sent = tensor.reshape(size, tokens // size, heads, dim).contiguous()
-    received: Tensor = _AllToAll.apply(sent, group)  # [S, T/S, H/S, D]: heads of rank s
+    received: Tensor = _AllToAll.apply(sent, group)  # type: ignore[no-untyped-call]  # [S, T/S, H/S, D]: heads of rank s
     return received.transpose(0, 1).reshape(tokens // size, size * heads, dim)
 
 
@@ -152,20 +154,20 @@ def _exchange_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One all-to-all for q, k and v: ``[1, H, T/S, D]`` to ``[1, H/S, T, D]``."""
-    # Each key/value head is repeated in place until the ranks divide their number; query head h of rank r then finds its own,
-    # since consecutive copies go to consecutive ranks just as consecutive query heads do.
+    # Each key/value head is repeated in place until the ranks divide their number; query head h of rank r then finds
+    # its own, since consecutive copies go to consecutive ranks just as consecutive query heads do.
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
     parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [T/S, heads, D]
     if value.shape[-1] != query.shape[-1]:
-        gathered = [gather_seq_scatter_heads(part, group) for part in parts]
+        gathered = tuple(gather_seq_scatter_heads(part, group) for part in parts)
     else:
         tokens, _, dim = parts[0].shape
         counts = [part.shape[1] // size for part in parts]
         # [T/S, S, (H + 2 Hkv)/S, D]: for each rank its query, key and value heads side by side
         fused = torch.cat([part.reshape(tokens, size, -1, dim) for part in parts], dim=2).flatten(1, 2)
-        gathered = list(gather_seq_scatter_heads(fused, group).split(counts, dim=1))
+        gathered = torch.split(gather_seq_scatter_heads(fused, group), counts, dim=1)
     first, second, third = (part.transpose(0, 1).unsqueeze(0) for part in gathered)
     return first, second, third
 

@@ -8,7 +8,20 @@ from typing import Any
 import torch
 
 #: Document lengths of each row; every row has 48 tokens, the rest is one padding document. Some rows have few targets.
-_LENGTHS = ([20, 9, 15], [48], [7, 7, 7, 7, 7], [1, 30, 11], [5], [17, 31], [40, 3], [2, 2, 2, 33], [24, 24], [13], [47], [11, 36])
+_LENGTHS = (
+    [20, 9, 15],
+    [48],
+    [7, 7, 7, 7, 7],
+    [1, 30, 11],
+    [5],
+    [17, 31],
+    [40, 3],
+    [2, 2, 2, 33],
+    [24, 24],
+    [13],
+    [47],
+    [11, 36],
+)
 ROW_TOKENS = 48
 VOCABULARY = 64
 

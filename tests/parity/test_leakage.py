@@ -1,8 +1,8 @@
 """No document sees another and no token sees a later one, also where documents cross the border of a shard.
 
-The row has documents of 10, 21 and 17 tokens; at sp 2 the border (24) lies inside the second, at sp 4 every shard border
-(12, 24, 36) lies inside a document. Attention and dense models must not change by a bit; in a mixture of experts the
-groups of tokens change size, and with them the order of summation.
+The row has documents of 10, 21 and 17 tokens; at sp 2 the border (24) lies inside the second, at sp 4 every shard
+border (12, 24, 36) lies inside a document. Attention and dense models must not change by a bit; in a mixture of
+experts the groups of tokens change size, and with them the order of summation.
 """
 
 from __future__ import annotations
