@@ -22,6 +22,11 @@ def pytest_configure(config: pytest.Config) -> None:
     pool.set_warning_filters([parse_warning_filter(text, escape=False) for text in config.getini("filterwarnings")])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run quick tests first, then those on several processes, then the slow ones."""
+    items.sort(key=lambda item: [item.get_closest_marker(name) is not None for name in ("slow", "distributed")])
+
+
 def pytest_sessionfinish() -> None:
     """End the pool."""
     pool.close_pool()

@@ -1,0 +1,180 @@
+"""Time and peak extra memory of ``causal_lm_loss`` against plain cross entropy and PyTorch's ``linear_cross_entropy``.
+
+Each way computes the loss of every token, the step's loss and its gradients for hidden states and head weight. All ways
+run in one process and take turns, so that a busy machine slows them alike; times are medians, and ratios are medians of
+the ratios inside a turn. Memory is counted from the allocator's own events: what a way allocates beyond its inputs at its
+worst moment, less the two gradients that every way must return.
+
+    python benchmarks/loss.py [--json PATH] [--repeats N] [--chunks TOKENS ...] [--cases NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_longctx.loss import causal_lm_loss
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size of the problem: ``tokens`` of one row, ``hidden`` width, ``vocabulary``."""
+
+    tokens: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        """Such as ``4096x256x8192``, with the dtype if it is not float32."""
+        kind = "" if self.dtype == torch.float32 else f"-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.tokens}x{self.hidden}x{self.vocabulary}{kind}"
+
+
+#: Byte-level, small, common and large vocabularies, rows that are larger than a chunk, and one low precision.
+CASES = (
+    Case(8192, 128, 320),
+    Case(4096, 128, 8192),
+    Case(1024, 256, 32768),
+    Case(512, 128, 131072),
+    Case(1024, 768, 32768),
+    Case(1024, 128, 32768, torch.bfloat16),
+)
+
+Way = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
+
+
+def plain(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> Tensor:
+    """Logits of the whole row, cross entropy in float32."""
+    logits = F.linear(hidden[0], weight).float()
+    per_token = F.cross_entropy(logits, batch["shift_labels"][0], reduction="none")
+    return per_token.sum() / batch["loss_divisor"]
+
+
+def torch_chunked(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> Tensor:
+    """PyTorch's chunked ``linear_cross_entropy`` with an output per token."""
+    return _torch_loss(hidden, weight, batch, "none").sum() / batch["loss_divisor"]
+
+
+def torch_chunked_sum(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> Tensor:
+    """PyTorch's chunked ``linear_cross_entropy`` without an output per token: less than what is needed."""
+    return _torch_loss(hidden, weight, batch, "sum") / batch["loss_divisor"]
+
+
+def _torch_loss(hidden: Tensor, weight: Tensor, batch: dict[str, Any], reduction: str) -> Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden[0], weight, batch["shift_labels"][0], reduction=reduction, options=options)
+
+
+def ours(chunk: int | None = None) -> Way:
+    """``causal_lm_loss`` with a number of tokens in a chunk."""
+
+    def run(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> Tensor:
+        return causal_lm_loss(hidden, weight, batch, chunk_tokens=chunk).loss
+
+    return run
+
+
+def make_inputs(case: Case) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Random inputs; one label in eight has no target."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, case.tokens, case.hidden, generator=generator).to(case.dtype).requires_grad_()
+    weight = (torch.randn(case.vocabulary, case.hidden, generator=generator) / case.hidden**0.5).to(case.dtype)
+    labels = torch.randint(0, case.vocabulary, (1, case.tokens), generator=generator)
+    labels[0, ::8] = -100
+    return hidden, weight.requires_grad_(), {"shift_labels": labels, "loss_divisor": case.tokens}
+
+
+def step(way: Way, inputs: tuple[Tensor, Tensor, dict[str, Any]]) -> float:
+    """Forward and backward; the seconds they took."""
+    inputs[0].grad = inputs[1].grad = None
+    start = time.perf_counter()
+    way(*inputs).backward()
+    return time.perf_counter() - start
+
+
+def peak_extra_bytes(way: Way, inputs: tuple[Tensor, Tensor, dict[str, Any]]) -> int:
+    """What a way holds at its worst moment beyond its inputs and the gradients of these."""
+    inputs[0].grad = inputs[1].grad = None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        way(*inputs).backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak - sum(tensor.numel() * tensor.element_size() for tensor in inputs[:2])
+
+
+def measure(case: Case, ways: dict[str, Way], repeats: int) -> dict[str, Any]:
+    """Times, ratios to the first way, and memory, of each way.
+
+    A way that takes more than five times as long as the first is timed in the first turn only: its ratio is clear, and it
+    would make up most of the run.
+    """
+    inputs = make_inputs(case)
+    memory = {name: peak_extra_bytes(way, inputs) for name, way in ways.items()}  # also the warm-up
+    base = next(iter(ways))
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats):
+        names = [name for name in ways if not turn or times[name][0] <= 5 * times[base][0]]
+        for name in names if turn % 2 else reversed(names):
+            times[name].append(step(ways[name], inputs))
+    return {
+        name: {
+            "seconds": statistics.median(seconds),
+            "time_ratio": statistics.median(mine / first for mine, first in zip(seconds, times[base], strict=False)),
+            "extra_mib": memory[name] / MIB,
+            "turns": len(seconds),
+        }
+        for name, seconds in times.items()
+    }
+
+
+def table(results: dict[str, dict[str, Any]]) -> Iterable[str]:
+    """Lines of a markdown table: time ratio to plain and extra memory of each way."""
+    names = list(next(iter(results.values())))
+    yield "| tokens x hidden x vocabulary | plain | " + " | ".join(names[1:]) + " |"
+    yield "|" + "---|" * (len(names) + 1)
+    for case, ways in results.items():
+        cells = [f"{ways[names[0]]['seconds']:.2f} s, {ways[names[0]]['extra_mib']:.0f} MiB"]
+        cells += [f"{ways[name]['time_ratio']:.2f} x, {ways[name]['extra_mib']:.0f} MiB" for name in names[1:]]
+        yield f"| {case} | " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Run the cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--repeats", type=int, default=9, help="turns; the median is reported (default: 9)")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="further chunk sizes of ours, in tokens")
+    parser.add_argument("--cases", nargs="*", default=[], help="names of cases, such as 4096x256x8192 (default: all)")
+    arguments = parser.parse_args()
+    ways: dict[str, Way] = {"plain": plain, "causal_lm_loss": ours()}
+    ways |= {f"chunk {chunk}": ours(chunk) for chunk in arguments.chunks}
+    ways |= {"linear_cross_entropy none": torch_chunked, "linear_cross_entropy sum": torch_chunked_sum}
+    chosen = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
+    results = {case.name: measure(case, ways, arguments.repeats) for case in chosen}
+    print(f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads\n")
+    print("\n".join(table(results)))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

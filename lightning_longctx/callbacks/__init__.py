@@ -1,0 +1,11 @@
+"""Lightning callbacks of the suite. Each works alone, under any strategy, and in any order in ``callbacks:``.
+
+``step_sums`` and ``gradient_norm`` are the pure parts below them.
+"""
+
+from __future__ import annotations
+
+from lightning_longctx.callbacks.exact_token_mean import ExactTokenMean
+from lightning_longctx.callbacks.training_metrics import TrainingMetrics
+
+__all__ = ["ExactTokenMean", "TrainingMetrics"]

@@ -1,0 +1,144 @@
+"""The command line: ``longctx fit|validate|test|predict --config run.yaml``.
+
+This module answers help, version and mistakes that need no import of Lightning (a missing file, broken YAML) by itself,
+because that import takes seconds. Everything else is in :mod:`lightning_longctx.cli.app`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from lightning_longctx.cli.arguments import nearest, read_arguments
+from lightning_longctx.cli.errors import CommandLineError
+from lightning_longctx.errors import FieldError
+
+if TYPE_CHECKING:
+    from lightning_longctx.cli.app import LongContextCLI
+    from lightning_longctx.cli.parts import build_from_config, load_config
+
+__all__ = ["LongContextCLI", "build_from_config", "load_config", "main"]
+
+#: What ``longctx --help`` lists. The first four run a Trainer method of the same name.
+COMMANDS = {
+    "fit": "train a model",
+    "validate": "compute the validation loss",
+    "test": "compute the test loss",
+    "predict": "run the model on data and keep its outputs",
+}
+
+#: The exit code of a mistake in the configuration, as argparse has it.
+CONFIGURATION_EXIT_CODE = 2
+
+# How long a rank other than 0 keeps its error for itself, in seconds. An error that all ranks agreed on is printed
+# once, because rank 0 ends its children before they speak; an error of one rank alone is printed after this time.
+_OTHER_RANK_DELAY = 2.0
+
+_LAZY = {
+    "LongContextCLI": "lightning_longctx.cli.app",
+    "build_from_config": "lightning_longctx.cli.parts",
+    "load_config": "lightning_longctx.cli.parts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: what follows the program's name; None means ``sys.argv[1:]``. With several processes started by
+            Lightning (``devices: 2`` without torchrun) the children repeat ``sys.argv``, so give None there.
+
+    Returns:
+        The exit code: 0 when all went well, 2 for a mistake in the configuration or the data, told in one line.
+
+    Example:
+        >>> main(["--version"])  # doctest: +ELLIPSIS
+        longctx ...
+        0
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if words else CONFIGURATION_EXIT_CODE
+    if words[0] == "--version":
+        print(f"longctx {_version()}")
+        return 0
+    # A script's own folder is on the path and a console script's is not, yet `class_path: my_model.MyModel` is expected
+    # to work in both. Last, so that a folder named `datasets` does not hide a package.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        _run(words)
+    except (FieldError, CommandLineError) as error:
+        _report(error)
+        return CONFIGURATION_EXIT_CODE
+    return 0
+
+
+def _run(words: list[str]) -> None:
+    if words[0] not in COMMANDS:
+        near = nearest(words[0], COMMANDS)
+        fix = f"Did you mean `{near}`?" if near else f"Commands: {', '.join(COMMANDS)}."
+        raise CommandLineError(f"unknown command {words[0]!r}. {fix}")
+    parsed = read_arguments(words[1:])  # a missing file is told before the slow import
+    from lightning_longctx.cli.app import LongContextCLI
+
+    LongContextCLI(args=[words[0], *parsed.words])
+
+
+def _report(error: Exception) -> None:
+    text = f"longctx: error: {' '.join(str(error).split())}\n"
+    during_run = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) if during_run else _local_rank()
+    if rank and not during_run:
+        return  # every process reads the same configuration: one voice for each machine is enough
+    if rank:
+        time.sleep(_OTHER_RANK_DELAY)
+        text = f"[rank {rank}] {text}"
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("lightning-longctx")
+    except metadata.PackageNotFoundError:
+        return "(a source tree that is not installed)"
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:{width}}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: longctx COMMAND --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]",
+            "",
+            "Train language models on long sequences with PyTorch Lightning.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "Sections are trainer, model and data. Examples:",
+            "  longctx fit --config examples/quickstart.yaml",
+            "  longctx fit --config run.yaml --trainer.max_steps 100 --data.max_seq_len 512K",
+            "  longctx fit --config run.yaml --print_config   every setting with its value",
+            "  longctx fit --help                             every setting of the Trainer",
+            "  longctx fit --model.help, --data.help          every setting of the model and the data module",
+            "  longctx --version",
+        ]
+    )

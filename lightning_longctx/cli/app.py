@@ -1,0 +1,277 @@
+"""``LongContextCLI``: LightningCLI in the shape that this package's users write.
+
+Stock LightningCLI has either one fixed model class with flat keys or any class under ``class_path``; here both work. It
+also differs in what it does with a wrong key (one line with the nearest right one), a strategy given by its class name,
+numbers of tokens, and a second run into the same folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jsonargparse import ArgumentError
+from jsonargparse.typing import register_type
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_longctx.callbacks import TrainingMetrics
+from lightning_longctx.cli.arguments import nearest, read_arguments
+from lightning_longctx.cli.checks import check_checkpoint_path, check_sizes
+from lightning_longctx.cli.errors import CommandLineError
+from lightning_longctx.cli.explain import explain
+from lightning_longctx.cli.schema import Place, class_names, spell_flag
+from lightning_longctx.errors import ConfigurationError, FieldError
+from lightning_longctx.units import TokenCount, parse_token_count
+
+__all__ = ["LongContextCLI", "Trainer"]
+
+#: Whose settings may stand directly under ``model:`` and ``data:``.
+DEFAULT_CLASSES = {
+    "model": "lightning_longctx.integrations.CausalLMModule",
+    "data": "lightning_longctx.datamodules.DynamicBatchingDataModule",
+}
+
+#: Runs are logged to files in ``runs/version_N``: the one logger that needs no further package and no account.
+DEFAULT_LOGGER = {
+    "class_path": "lightning.pytorch.loggers.CSVLogger",
+    "init_args": {"save_dir": ".", "name": "runs"},
+}
+
+#: A fixed seed, so that a run can be repeated from its configuration alone. The value means nothing.
+DEFAULT_SEED = 42
+
+# How long children may take to end by themselves (and print their own error) once the main process failed, in seconds.
+_CHILD_GRACE = 1.0
+
+register_type(TokenCount, serializer=int, deserializer=parse_token_count)
+
+# jsonargparse finds a bare class name among the classes that are imported.
+for _package in ("callbacks", "datamodules", "strategies"):
+    importlib.import_module(f"lightning_longctx.{_package}")
+
+
+class Trainer(LightningTrainer):
+    """Lightning's Trainer, with a class taken before a name for ``strategy``.
+
+    Stock order is name first, which takes the bare name of a strategy class as the name of a registered strategy and
+    refuses it.
+
+    Args:
+        strategy: a strategy, its class name or import path, or a registered name such as ``ddp`` or ``longctx_fsdp``.
+        kwargs: all other arguments of Lightning's Trainer, unchanged.
+    """
+
+    def __init__(self, *, strategy: Strategy | str = "auto", **kwargs: Any) -> None:
+        super().__init__(strategy=strategy, **kwargs)
+
+
+class _ExactParser(LightningArgumentParser):
+    """Takes no abbreviated keys: one works until another setting starts like it, and hides a wrong key till then.
+
+    A class, because jsonargparse makes the parsers of nested settings from the class of the outer one.
+    """
+
+    def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
+
+
+class LongContextCLI(LightningCLI):
+    """LightningCLI for this package's classes and anybody else's.
+
+    ``model:`` and ``data:`` take the settings of ``CausalLMModule`` and ``DynamicBatchingDataModule`` directly, or any
+    class as ``class_path`` with ``init_args``. Runs are logged to ``runs/`` as CSV unless ``trainer.logger`` says
+    otherwise, and ``TrainingMetrics`` is added unless ``trainer.callbacks`` lists it.
+
+    Args:
+        args: the words of the command line, or a whole configuration as a mapping; None means ``sys.argv[1:]``.
+        run: whether to run the subcommand's Trainer method; False takes a configuration without a subcommand and stops
+            after building ``trainer``, ``model`` and ``datamodule``.
+
+    Raises:
+        ConfigurationError: a setting that cannot work, before any process is started.
+        CommandLineError: arguments that cannot be understood.
+
+    Example:
+        >>> cli = LongContextCLI(["--config", "examples/quickstart.yaml"], run=False)  # doctest: +SKIP
+        >>> cli.trainer.fit(cli.model, cli.datamodule)  # doctest: +SKIP
+    """
+
+    def __init__(self, args: list[str] | None = None, run: bool = True, **settings: Any) -> None:
+        words = sys.argv[1:] if args is None else list(args)
+        self._runs = run
+        self._command = words[0] if run and words else "fit"
+        self._arguments = read_arguments(words)
+        defaults: dict[str, Any] = {
+            "save_config_kwargs": {"overwrite": True},
+            "trainer_class": Trainer,
+            "parser_class": _ExactParser,
+            "trainer_defaults": {"logger": DEFAULT_LOGGER},
+            "seed_everything_default": DEFAULT_SEED,
+        }
+        super().__init__(args=words, run=run, **{**defaults, **settings})
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser that raises where argparse would print its usage and exit."""
+        return super().init_parser(**{"exit_on_error": False, **kwargs})
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Return the subcommand that runs alone, where stock builds the parsers of all four at each start."""
+        known = super().subcommands()
+        return {self._command: known[self._command]} if self._command in known else known
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Let ``model`` and ``data`` take the settings of this package's classes without a ``class_path``."""
+        for section, path in self._default_classes().items():
+            parser.set_defaults({section: {"class_path": path}})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the words into ``self.config``, with dashes in keys read as underscores.
+
+        Raises:
+            ConfigurationError: a key or class name that does not exist, with the nearest one that does.
+            CommandLineError: any other refusal, in one line.
+        """
+        places = self._places()
+        words = [spell_flag(word, self._arguments.tree, places) for word in args]
+        try:
+            self.config = parser.parse_args(words)
+        except ArgumentError as error:
+            actions = self._parser(self._command if self._runs else None)._actions
+            others = {action.dest.partition(".")[0]: Place() for action in actions}
+            raise explain(str(error), self._arguments.tree, {**others, **places}, self._command) from None
+
+    def instantiate_classes(self) -> None:
+        """Build trainer, model and data module, and check their sizes before any process is started."""
+        check_checkpoint_path(self._get(self.config, "ckpt_path"))
+        with self._told_in_one_line():
+            super().instantiate_classes()
+        check_sizes(self.trainer, self.datamodule, self.model)
+
+    def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
+        """Build the Trainer, with :class:`TrainingMetrics` unless it is listed.
+
+        Args:
+            kwargs: arguments that replace the configured ones.
+
+        Raises:
+            ConfigurationError: a strategy name that is neither registered nor a class.
+        """
+        config = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        _check_strategy_name(config.get("strategy"))
+        callbacks = config.get("callbacks") or []
+        callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+        if not any(isinstance(callback, TrainingMetrics) for callback in callbacks):
+            callbacks.append(TrainingMetrics())
+        try:
+            return super().instantiate_trainer(**{**kwargs, "callbacks": callbacks})
+        except FieldError:
+            raise
+        except ValueError as error:  # Lightning's answer to an accelerator, device or precision that it does not know
+            raise CommandLineError(str(error)) from error
+
+    @staticmethod
+    @contextmanager
+    def _told_in_one_line() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            origin = _original(error)
+            if isinstance(origin, FieldError):
+                raise origin from None
+            if isinstance(
+                origin, (MisconfigurationException, ModuleNotFoundError)
+            ):  # no such device, a missing package
+                raise CommandLineError(str(origin)) from error
+            raise origin from None
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except BaseException:
+            _end_children(self.trainer)
+            raise
+
+    def _default_classes(self) -> dict[str, str]:
+        """Return the sections that take the settings of this package's classes directly, with the class of each."""
+        tree, direct = self._arguments.tree, self._arguments.direct
+        own = {
+            section: path
+            for section, path in DEFAULT_CLASSES.items()
+            if section in direct or section not in tree or _class_name(tree[section]) == path.rpartition(".")[2]
+        }
+        if "model" not in own and "data" not in tree:
+            own.pop("data", None)  # somebody's own model may bring its own loaders
+        if "model" in own and importlib.util.find_spec("transformers") is None:
+            if "model" in tree:
+                raise ConfigurationError(
+                    "model",
+                    "needs the package transformers, unless it names a class of your own",
+                    "settings of CausalLMModule without that package",
+                    "Run `pip install 'lightning-longctx[hf]'`, or write `model: {class_path: my_package.MyModel}`.",
+                )
+            own.pop("model")
+        return own
+
+    def _places(self) -> dict[str, Place]:
+        own = {section: _import_class(path) for section, path in self._default_classes().items()}
+        return {
+            "trainer": Place(default=Trainer),
+            "model": Place(LightningModule, own.get("model")),
+            "data": Place(LightningDataModule, own.get("data")),
+        }
+
+
+def _class_name(value: object) -> object:
+    return value.get("class_path") if isinstance(value, dict) else value
+
+
+def _import_class(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    assert isinstance(cls, type)
+    return cls
+
+
+def _check_strategy_name(name: object) -> None:
+    registered = ["auto", *StrategyRegistry.available_strategies()]
+    if not isinstance(name, str) or name.lower() in registered:
+        return
+    near = nearest(name, [*class_names(Place(Strategy)), *registered])
+    fix = f"Did you mean `{near}`?" if near else f"Registered names: {', '.join(registered)}."
+    raise ConfigurationError("trainer.strategy", "must be a strategy class or a registered name", repr(name), fix)
+
+
+def _original(error: Exception) -> Exception:
+    """Return what a constructor raised: jsonargparse wraps it in the list of all arms of the type that it tried."""
+    while isinstance(error.__cause__, Exception) and error.__traceback__ is not None:
+        frame = error.__traceback__
+        while frame.tb_next is not None:
+            frame = frame.tb_next
+        if not frame.tb_frame.f_globals.get("__name__", "").startswith("jsonargparse"):
+            break
+        error = error.__cause__
+    return error
+
+
+def _end_children(trainer: LightningTrainer) -> None:
+    """End the processes that Lightning started: they may wait for this one in a collective for hours.
+
+    Lightning ends them only on Ctrl+C. They get a moment to end by themselves, since one of them may be about to print
+    the error that this process fails of.
+    """
+    children = [child for child in getattr(trainer.strategy.launcher, "procs", None) or [] if hasattr(child, "poll")]
+    deadline = time.monotonic() + _CHILD_GRACE
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(0.05)
+    for child in children:
+        if child.poll() is None:
+            child.kill()

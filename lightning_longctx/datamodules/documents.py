@@ -1,0 +1,197 @@
+"""A tokenized document, and how a record of a source becomes one.
+
+Token arrays are numpy int32: they travel through worker queues by value (tensors would take one file descriptor each,
+and hundreds of documents wait in a pool), and half the size of int64 matters at a million tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_longctx.batch import IGNORE_INDEX
+from lightning_longctx.datamodules.settings import LongDocument, OnBadRecord
+from lightning_longctx.datamodules.sources import IndexableSource, Source
+from lightning_longctx.datamodules.tokenizers import Tokenize
+from lightning_longctx.errors import DataError
+
+__all__ = ["Document", "DocumentReader", "Draw", "Tokens"]
+
+Tokens: TypeAlias = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A whole document, or one piece of a document that was longer than the window.
+
+    Attributes:
+        source_id: which source it came from.
+        number: which record of that source.
+        start: first token within the record: 0, or where this piece begins.
+        input_ids: int32 ``[L]``.
+        labels: int32 ``[L]``, aligned with ``input_ids`` (not shifted), -100 where masked; None means ``input_ids``.
+    """
+
+    source_id: int
+    number: int
+    start: int
+    input_ids: Tokens
+    labels: Tokens | None = None
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(slots=True)
+class Draw:
+    """What one position of the global sequence gave: documents, or the reason why there are none.
+
+    Every position gives exactly one draw, also where the document was dropped, so that workers stay in step.
+    """
+
+    documents: list[Document] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    error: DataError | None = None
+
+
+@dataclass(frozen=True)
+class DocumentReader:
+    """Reads, tokenizes and cuts records. Runs in worker processes, and in the main process to read a document again.
+
+    Args:
+        sources: by source id.
+        tokenize: text to token ids; None if every record is tokenized already.
+        window: longest document in tokens (``max_seq_len``).
+        long_document: what to do with a longer one.
+        on_bad_record: raise, or skip and count.
+        source_ids: the id that documents of each source carry; None for its place in ``sources``. Validation sources
+            keep the ids of the training sources of the same name.
+    """
+
+    sources: Sequence[Source]
+    tokenize: Tokenize | None
+    window: int
+    long_document: LongDocument = "split"
+    on_bad_record: OnBadRecord = "error"
+    source_ids: tuple[int, ...] | None = None
+
+    def draw(self, source_id: int, number: int, record: Mapping[str, Any] | None = None) -> Draw:
+        """Turn a record into documents. Never raises for bad data: the error is part of the draw.
+
+        Args:
+            source_id: place of the source in ``sources``.
+            number: which record.
+            record: the record of a stream; None for an indexable source, which is read here.
+        """
+        source = self.sources[source_id]
+        draw = Draw()
+        try:
+            if record is None:
+                assert isinstance(source, IndexableSource)
+                record = source.read(number)
+            ids, labels = self._encode(source, number, record)
+            draw.counts["documents_read"] += 1
+            draw.counts["tokens_read"] += len(ids)
+            if self._is_wanted(source, len(ids), draw.counts):
+                carried = source_id if self.source_ids is None else self.source_ids[source_id]
+                document = Document(carried, number, 0, ids, labels)
+                draw.documents.extend(self._cut(source, document, draw.counts))
+        except DataError as error:
+            if self.on_bad_record == "skip" and error.rule != _TOO_LONG:
+                draw.counts["bad_records_skipped"] += 1
+            else:
+                draw.error = error
+        return draw
+
+    def _encode(self, source: Source, number: int, record: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:
+        field, place = f"data.sources.{source.name}", source.describe(number)
+        if not isinstance(record, Mapping):
+            got = f"a {type(record).__name__} in {place}"
+            raise DataError(field, "must give mappings (dicts)", got, "Give records such as {'text': ...}.")
+        labels = None
+        if "input_ids" in record:
+            ids = _as_tokens(record["input_ids"], field, place)
+            labels = record.get("labels")
+        else:
+            text = record.get(source.text_field)
+            if not isinstance(text, str):
+                got = f"{type(text).__name__} there and the keys {sorted(map(str, record))} in {place}"
+                fix = "Name the key with `text_field`, or give `input_ids`."
+                raise DataError(field, f"must have a text under {source.text_field!r}", got, fix)
+            if self.tokenize is None:
+                raise DataError(field, "needs a tokenizer", f"text in {place}", "Set `data.tokenizer`.")
+            encoded = self.tokenize(text)
+            if isinstance(encoded, Mapping):
+                encoded, labels = encoded["input_ids"], encoded.get("labels")
+            ids = _as_tokens(encoded, field, place)
+        if labels is None:
+            return ids, None
+        aligned = _as_tokens(labels, field, place, lowest=IGNORE_INDEX)
+        if len(aligned) != len(ids):
+            got = f"{len(aligned)} labels for {len(ids)} tokens in {place}"
+            raise DataError(field, "must have one label for each token (aligned, not shifted)", got, "Mask with -100.")
+        return ids, aligned
+
+    def _is_wanted(self, source: Source, length: int, counts: Counter[str]) -> bool:
+        """Whether the document passes the limits of its source; counts why not."""
+        if length == 0:
+            counts["documents_without_tokens"] += 1
+            return False
+        reason = None
+        if source.min_tokens is not None and length < source.min_tokens:
+            reason = "documents_below_min_tokens"
+        elif source.max_tokens is not None and length > source.max_tokens:
+            reason = "documents_above_max_tokens"
+        elif length > self.window and self.long_document == "drop":
+            reason = "documents_longer_than_window_dropped"
+        if reason is None:
+            return True
+        counts[reason] += 1
+        counts["tokens_dropped"] += length
+        return False
+
+    def _cut(self, source: Source, document: Document, counts: Counter[str]) -> Iterator[Document]:
+        length = len(document)
+        if length <= self.window:
+            yield document
+            return
+        if self.long_document == "error":
+            got = f"{length} tokens in {source.describe(document.number)}"
+            fix = "Raise `max_seq_len`, or set `packing.long_document` to split, truncate or drop."
+            raise DataError(f"data.sources.{source.name}", _TOO_LONG, got, fix)
+        if self.long_document == "truncate":
+            counts["documents_truncated"] += 1
+            counts["tokens_truncated"] += length - self.window
+            yield _piece(document, 0, self.window)
+            return
+        counts["documents_split"] += 1
+        for start in range(0, length, self.window):
+            yield _piece(document, start, min(start + self.window, length))
+
+
+_TOO_LONG = "must not be longer than `max_seq_len` under long_document: error"
+
+
+def _piece(document: Document, start: int, stop: int) -> Document:
+    # Copies: a view would keep the whole document in memory while one piece waits in the pool.
+    labels = None if document.labels is None else document.labels[start:stop].copy()
+    return Document(document.source_id, document.number, start, document.input_ids[start:stop].copy(), labels)
+
+
+def _as_tokens(values: Any, field: str, place: str, lowest: int = 0) -> Tokens:
+    array = np.asarray(values)
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        got = f"{array.dtype} {list(array.shape)} in {place}"
+        raise DataError(field, "must give one list of integer token ids", got, "Give a flat list of ints.")
+    least, most = int(array.min()), int(array.max())
+    if least < lowest or most > np.iinfo(np.int32).max:
+        got = f"{least} to {most} in {place}"
+        raise DataError(field, f"must give token ids from {lowest} that fit 32 bits", got, "Check the tokenizer.")
+    return array.astype(np.int32)

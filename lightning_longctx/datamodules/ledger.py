@@ -1,0 +1,88 @@
+"""Which rows the training loop has really used: the source of truth of a resume.
+
+Lightning fetches one batch ahead of any loader without a length, and gradients of an unfinished accumulation window are
+not in a checkpoint. So what was produced says nothing; a ticket for each row is turned in when training takes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lightning_longctx.datamodules.rows import RowState
+
+__all__ = ["ConsumptionLedger"]
+
+
+class ConsumptionLedger:
+    """Keeps the state after each row that was produced, used, and trained on.
+
+    Args:
+        state: where the run starts.
+    """
+
+    def __init__(self, state: RowState) -> None:
+        self.reset(state)
+
+    def reset(self, state: RowState) -> None:
+        """Forget everything and start from ``state``."""
+        self._produced: deque[RowState] = deque()
+        self._used = state  # after the last row that training took
+        self._safe = state  # after the last row whose optimizer step is done
+        self._step: int | None = None  # the optimizer step in which the last row was taken
+
+    @property
+    def has_produced(self) -> bool:
+        """Whether rows are on their way that training has not taken."""
+        return bool(self._produced)
+
+    @property
+    def used(self) -> RowState:
+        """The state after the last row that training took."""
+        return self._used
+
+    def begin(self) -> RowState:
+        """Where a new iterator must start: after the last row used, or at the next epoch if this one has no more."""
+        self._produced.clear()
+        if self._used.finished:
+            self._used = self._used.next_epoch()
+        return self._used
+
+    def produce(self, state: RowState) -> None:
+        """Note the state after a row that is about to be yielded."""
+        self._produced.append(state)
+
+    def end(self, counters: dict[str, int]) -> None:
+        """Note that the epoch has no row after the last one produced."""
+        if self._produced:
+            self._produced[-1] = self._produced[-1].at_end(counters)
+            return
+        finished = self._used.at_end(counters)
+        if self._safe is self._used:
+            self._safe = finished
+        self._used = finished
+
+    def use(self, step: int) -> None:
+        """Turn in the ticket of the oldest row produced.
+
+        Args:
+            step: number of optimizer steps done so far.
+        """
+        self._settle(step)
+        self._step = step
+        self._used = self._produced.popleft()
+
+    def state(self, step: int) -> RowState:
+        """The state to save: after the last row whose optimizer step is done.
+
+        Inside an accumulation window that is the state at its first row: its gradients are lost with the process, so
+        its rows must come again.
+
+        Args:
+            step: number of optimizer steps done so far.
+        """
+        self._settle(step)
+        return self._safe
+
+    def _settle(self, step: int) -> None:
+        if step != self._step:
+            self._safe = self._used

@@ -1,0 +1,101 @@
+"""The two groups of settings of the data module, small enough to write in YAML.
+
+Only what is implemented is here: a setting that is read and ignored would be worse than a missing one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+from lightning_longctx.errors import ConfigurationError
+
+__all__ = ["LoadingSettings", "LongDocument", "OnBadRecord", "OnUnevenEnd", "PackingSettings", "StopMode", "nearest"]
+
+LongDocument = Literal["split", "error", "truncate", "drop"]
+StopMode = Literal["all_exhausted", "first_exhausted", "forever"]
+OnBadRecord = Literal["error", "skip"]
+OnUnevenEnd = Literal["stop", "pad"]
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A sentence that lists ``known`` and, where one is close, names it first."""
+    close = get_close_matches(name, known, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(known)}."
+
+
+@dataclass(frozen=True)
+class PackingSettings:
+    """How documents become one row.
+
+    Args:
+        long_document: what happens to a document longer than ``max_seq_len``. ``split`` cuts it into pieces, each a
+            document of its own (default: no token is lost); ``error`` stops the run; ``truncate`` keeps the beginning;
+            ``drop`` leaves the document out. All but ``error`` are counted.
+        pad_to_multiple_of: a row's length is rounded up to this and to the sequence-parallel size. Default 1: padding
+            costs time, so a row gets only what its sharding needs. Kernels that want aligned lengths ask for more.
+
+    Raises:
+        ConfigurationError: an unknown choice, or a multiple below 1.
+    """
+
+    long_document: LongDocument = "split"
+    pad_to_multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        _check_choice("packing.long_document", self.long_document, LongDocument)
+        _check_at_least("packing.pad_to_multiple_of", self.pad_to_multiple_of, 1)
+
+
+@dataclass(frozen=True)
+class LoadingSettings:
+    """Where documents come from, in which order, and what happens at the end.
+
+    Args:
+        num_workers: processes that read and tokenize. Default 0, in the main process: works everywhere and shows errors
+            where they happen; set it when ``data`` waits show up. Any number gives the same documents in the same
+            order.
+        seed: of the order of documents. Default 42, and not the global seed, so that a sweep over seeds of the model
+            sees the same data.
+        shuffle: whether indexable sources are read in a new random order in each epoch. Streams keep their order.
+        stop_mode: ``all_exhausted`` (default) is one pass over everything, so nothing repeats unless asked;
+            ``first_exhausted`` ends when the source whose turn it is has nothing left, so the mix never changes;
+            ``forever`` starts an exhausted source again.
+        on_bad_record: ``error`` (default) stops at a record that cannot be used and names file and line; ``skip``
+            counts it.
+        on_uneven_end: when one data-parallel rank runs out first: ``stop`` (default) ends the epoch for all and counts
+            what is left over; ``pad`` gives the others' remaining rows beside rows of padding, which have no weight.
+        drop_last: whether rows below the budget at the end of an epoch are left out (and counted). Default false: a
+            short row is right under the exact token mean.
+
+    Raises:
+        ConfigurationError: an unknown choice, or a negative number of workers.
+    """
+
+    num_workers: int = 0
+    seed: int = 42
+    shuffle: bool = True
+    stop_mode: StopMode = "all_exhausted"
+    on_bad_record: OnBadRecord = "error"
+    on_uneven_end: OnUnevenEnd = "stop"
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("loading.stop_mode", self.stop_mode, StopMode)
+        _check_choice("loading.on_bad_record", self.on_bad_record, OnBadRecord)
+        _check_choice("loading.on_uneven_end", self.on_uneven_end, OnUnevenEnd)
+        _check_at_least("loading.num_workers", self.num_workers, 0)
+        _check_at_least("loading.seed", self.seed, 0)
+
+
+def _check_choice(field: str, value: str, choices: object) -> None:
+    known = list(get_args(choices))
+    if value not in known:
+        raise ConfigurationError(field, "must be a known choice", repr(value), nearest(str(value), known))
+
+
+def _check_at_least(field: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(field, f"must be an integer of at least {least}", repr(value), "Change it.")

@@ -1,0 +1,305 @@
+"""Any causal language model of Hugging Face transformers as a LightningModule for packed, sequence-parallel rows.
+
+The model runs up to its last hidden states; the loss comes from those in chunks, so the logits of a row never exist.
+Its attention is asked for by name (``longctx``), through transformers' own interface.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_longctx.batch import model_inputs
+from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.integrations import require_transformers
+from lightning_longctx.integrations.attention import ATTENTION_NAME
+from lightning_longctx.integrations.head import HeadTransform, head_loss, head_of, inspect_model
+from lightning_longctx.integrations.model_config import check_max_seq_len, check_supported, load_config
+from lightning_longctx.integrations.optimization import (
+    OptimizerSettings,
+    ScheduleSettings,
+    build_optimizer,
+    learning_rate_factor,
+)
+from lightning_longctx.loss import TokenLoss
+from lightning_longctx.strategies.ulysses import check_heads
+from lightning_longctx.topology import topology_of
+
+require_transformers()
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402  (after the message above)
+
+__all__ = ["CausalLMModule"]
+
+_OPTIMIZER = OptimizerSettings()
+_SCHEDULE = ScheduleSettings()
+
+
+class CausalLMModule(LightningModule):
+    """Train any Hugging Face causal language model on packed rows.
+
+    The configuration is read and checked at once; the weights are made in ``configure_model``, on the host, in float32
+    (an update of 1e-5 is lost on bfloat16 weights; the strategy casts for the computation). Random weights come from a
+    seed of their own, so all ranks start equal whatever else they drew. Each process holds the whole model until the
+    strategy shards it: 4 bytes x parameters of host memory for each process of a node.
+
+    Steps return ``loss`` (for backward) and ``per_token_loss`` (float32 ``[1, T/S]``, local). Nothing is logged here:
+    ``TrainingMetrics`` logs ``train/loss``, ``val/loss`` and ``train/lr`` exactly, over all ranks.
+
+    Args:
+        config: a preset (``tiny-llama``, ``tiny-qwen3``, ``tiny-qwen3-moe``), a local directory with ``config.json``,
+            such a file, or a mapping with ``model_type``. Random weights.
+        pretrained: a local directory with ``config.json`` and safetensors. Exactly one of ``config`` and
+            ``pretrained``.
+        config_overrides: values to change in the configuration, such as ``rope_theta``, ``rope_scaling`` or
+            ``max_position_embeddings``.
+        optimizer: AdamW's settings.
+        schedule: the learning rate over the run. Default: constant, which needs no horizon.
+        init_seed: seed of random weights. Default None: the run's seed (``seed_everything``), 0 if there is none.
+        loss_chunk_tokens: tokens whose logits exist at a time. Default None: as many as make 2^24 logits (64 MiB).
+
+    Raises:
+        ConfigurationError: a configuration that cannot be read, or a model that this suite would train wrongly; before
+            any process group, weight or step wherever the configuration alone tells.
+        ImportError: transformers is not installed.
+
+    Example:
+        >>> module = CausalLMModule(config="tiny-llama", optimizer=OptimizerSettings(lr=1e-3))
+        >>> module.config.max_position_embeddings
+        1048576
+    """
+
+    def __init__(
+        self,
+        config: str | dict[str, Any] | None = None,
+        pretrained: str | None = None,
+        config_overrides: dict[str, Any] | None = None,
+        optimizer: OptimizerSettings = _OPTIMIZER,
+        schedule: ScheduleSettings = _SCHEDULE,
+        init_seed: int | None = None,
+        loss_chunk_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        # Checkpoints keep plain containers only, so `load_from_checkpoint` hands these two back as mappings.
+        self.optimizer_settings = OptimizerSettings(**optimizer) if isinstance(optimizer, Mapping) else optimizer
+        self.schedule_settings = ScheduleSettings(**schedule) if isinstance(schedule, Mapping) else schedule
+        self.config = load_config(config, pretrained, config_overrides)
+        check_supported(self.config)
+        _check_router_loss(config, config_overrides)
+        self.pretrained = pretrained
+        self.init_seed = init_seed
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.head_transform = HeadTransform()
+        self.model: PreTrainedModel | None = None
+        self._tokenizer_home = pretrained if pretrained is not None else config if isinstance(config, str) else None
+        self.save_hyperparameters(
+            {
+                "config": config,
+                "pretrained": pretrained,
+                "config_overrides": config_overrides,
+                "optimizer": asdict(self.optimizer_settings),
+                "schedule": asdict(self.schedule_settings),
+                "init_seed": init_seed,
+                "loss_chunk_tokens": loss_chunk_tokens,
+            }
+        )
+
+    def setup(self, stage: str) -> None:
+        """Compare the model with the data and the run, before any weight is made.
+
+        Args:
+            stage: Lightning's stage.
+
+        Raises:
+            ConfigurationError: documents longer than the model's positions, more token ids than it has, heads
+                that cannot be dealt to the ranks of a row, or a decay without end.
+        """
+        data = getattr(self.trainer, "datamodule", None)
+        max_seq_len = getattr(data, "max_seq_len", None)
+        if max_seq_len is not None:
+            check_max_seq_len(self.config, max_seq_len)
+        vocabulary = getattr(data, "vocab_size", None)
+        if vocabulary is not None and vocabulary > self.config.vocab_size:
+            fix = (
+                f"Write `model: {{config_overrides: {{vocab_size: {vocabulary}}}}}`, or take the model's own tokenizer."
+            )
+            got = f"a tokenizer with {vocabulary:,} ids"
+            rule = f"is {self.config.vocab_size:,} and must cover every token id"
+            raise ConfigurationError("model.config.vocab_size", rule, got, fix)
+        heads = getattr(self.config, "num_attention_heads", None)
+        if heads is not None:
+            check_heads(heads, topology_of(self.trainer).sp_size)
+        if stage == "fit" and not self.schedule_settings.is_flat:
+            self._progress()
+
+    def configure_model(self) -> None:
+        """Make the weights and look at the model. Lightning calls it before the strategy shards; again does nothing.
+
+        Raises:
+            ConfigurationError: weights that do not fit the configuration, or a model that this suite would train
+                wrongly.
+        """
+        if self.model is not None:
+            return
+        with torch.device("cpu"):
+            model = self._random_model() if self.pretrained is None else self._pretrained_model(self.pretrained)
+        if model.config._attn_implementation != ATTENTION_NAME:
+            got = f"{type(model).__name__} with `{model.config._attn_implementation}`"
+            fix = "Take a model whose attention goes through transformers' AttentionInterface."
+            raise ConfigurationError("model", f"must use attention `{ATTENTION_NAME}`", got, fix)
+        model.train()  # `from_pretrained` leaves it in evaluation mode
+        self.head_transform = inspect_model(model)
+        self.model = model
+        count = sum(parameter.numel() for parameter in model.parameters())
+        rank_zero_info(f"{type(model).__name__}: {count:,} parameters")
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """Return ``loss`` (0-d, for backward) and ``per_token_loss`` (float32 ``[1, T/S]``) of a packed batch."""
+        return self._step(batch)
+
+    def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """As :meth:`training_step`."""
+        return self._step(batch)
+
+    def test_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """As :meth:`training_step`."""
+        return self._step(batch)
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """Score the documents of a row.
+
+        Args:
+            batch: a packed batch.
+            batch_idx: unused.
+
+        Returns:
+            ``per_token_loss`` (float32 ``[1, T/S]``, local), with ``cu_seqlens`` and ``document_keys`` of the whole
+            row.
+        """
+        return {
+            "per_token_loss": self.token_loss(batch).per_token_loss,
+            "cu_seqlens": batch["cu_seqlens"],
+            "document_keys": batch["document_keys"],
+        }
+
+    def token_loss(self, batch: Mapping[str, Any]) -> TokenLoss:
+        """Run the model on a packed batch. Call it inside a step: there FSDP2 has gathered the head.
+
+        Args:
+            batch: a packed batch, of this rank's shard.
+
+        Returns:
+            The loss, its mean over this rank's targets, and the loss of each token.
+        """
+        assert self.model is not None, "configure_model() comes first"
+        hidden = self.model.base_model(**model_inputs(batch), use_cache=False).last_hidden_state
+        return head_loss(self.head_transform, head_of(self.model), hidden, batch, self.loss_chunk_tokens)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW and, unless the rate is constant, its schedule, which advances once an update."""
+        has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings, has_scaler)
+        if self.schedule_settings.is_flat:
+            return optimizer
+        step_length, horizon = self._progress()
+        factor = partial(learning_rate_factor, self.schedule_settings, step_length=step_length, horizon=horizon)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def load_tokenizer(self) -> Any:
+        """Return the tokenizer that lies beside the model, for ``tokenizer: from_model``. Runs no code from there.
+
+        Raises:
+            ConfigurationError: the model has no directory, or none of a tokenizer in it.
+        """
+        home = self._tokenizer_home
+        if home is None or not Path(home).is_dir():
+            fix = "Write `tokenizer: bytes`, or give the model as a local directory that has a tokenizer."
+            raise ConfigurationError("data.tokenizer", "is `from_model` and needs a model directory", repr(home), fix)
+        try:
+            return AutoTokenizer.from_pretrained(home, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            fix = "Put the tokenizer's files there, or name another tokenizer."
+            raise ConfigurationError("data.tokenizer", "is `from_model` and must load", home, fix) from error
+
+    def _step(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        out = self.token_loss(batch)
+        return {"loss": out.loss, "per_token_loss": out.per_token_loss}
+
+    def _random_model(self) -> PreTrainedModel:
+        seed = self.init_seed if self.init_seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # the host's generator alone: `torch.manual_seed` reseeds devices
+            return AutoModelForCausalLM.from_config(
+                self.config, attn_implementation=ATTENTION_NAME, dtype=torch.float32, trust_remote_code=False
+            )
+
+    def _pretrained_model(self, home: str) -> PreTrainedModel:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            home,
+            config=self.config,
+            attn_implementation=ATTENTION_NAME,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        missing = sorted(report["missing_keys"])
+        if missing:
+            got = f"{len(missing)} missing, the first `{missing[0]}`"
+            fix = "They would start at random. Give a complete checkpoint that fits the configuration."
+            raise ConfigurationError("model.pretrained", "must hold every weight of the model", got, fix)
+        unused = sorted(report["unexpected_keys"])
+        if unused:
+            rank_zero_warn(f"{home} holds {len(unused)} weights that the model does not use, the first `{unused[0]}`")
+        return model
+
+    def _progress(self) -> tuple[int, int | None]:
+        """What a step advances the schedule by, and where the schedule ends, in the unit of ``over``."""
+        settings = self.schedule_settings
+        trainer: Any = self.trainer
+        length = 1 if settings.over == "steps" else _tokens_per_step(trainer)
+        if settings.kind == "constant":
+            return length, None
+        horizon = settings.total
+        if horizon is None and settings.over == "tokens":
+            ends = [callback.token_horizon for callback in trainer.callbacks if hasattr(callback, "token_horizon")]
+            horizon = min(ends, default=None)
+        if horizon is None and trainer.max_steps > 0:
+            horizon = trainer.max_steps * length
+        if horizon is None:
+            fix = (
+                f"Set `schedule.total_{settings.over}` or `trainer.max_steps`, or write `schedule: {{kind: constant}}`."
+            )
+            rule = f"must be known for a {settings.kind} schedule"
+            raise ConfigurationError(f"model.schedule.total_{settings.over}", rule, "no end of the run", fix)
+        settings.check_horizon(horizon)
+        return length, horizon
+
+
+def _tokens_per_step(trainer: Any) -> int:
+    budget = getattr(getattr(trainer, "datamodule", None), "max_tokens_per_batch", None)
+    if budget is None:
+        fix = "Use DynamicBatchingDataModule, give your data module a `max_tokens_per_batch`, or write `over: steps`."
+        raise ConfigurationError(
+            "model.schedule.over", "is `tokens` and needs the tokens of a batch", "none known", fix
+        )
+    return int(budget) * topology_of(trainer).dp_size * int(trainer.accumulate_grad_batches)
+
+
+def _check_router_loss(config: str | Mapping[str, Any] | None, overrides: Mapping[str, Any] | None) -> None:
+    for given in (config if isinstance(config, Mapping) else {}, overrides or {}):
+        if given.get("router_aux_loss_coef"):
+            fix = "Leave it out: routing then trains by the language-model loss alone."
+            got = given["router_aux_loss_coef"]
+            raise ConfigurationError("model.config.router_aux_loss_coef", "is not supported yet", got, fix)

@@ -1,0 +1,214 @@
+"""Optimizer and learning-rate schedule as settings that YAML can fill, and the pure functions behind them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import TokenCount, parse_token_count
+
+__all__ = ["OptimizerSettings", "ScheduleSettings", "build_optimizer", "learning_rate_factor", "parameter_groups"]
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW.
+
+    Args:
+        lr: peak learning rate. Default 3e-4, usual for pretraining models of about 1B parameters.
+        betas: decay of the two moments. Default (0.9, 0.95): with 0.999 a bad batch of a long run stays for thousands
+            of steps.
+        eps: default 1e-8, PyTorch's.
+        weight_decay: on matrices only, never on biases and norms. Default 0.1, usual in language-model pretraining.
+        implementation: ``fused`` (one kernel), ``foreach`` (few kernels, one temporary copy of the state), ``loop``
+            (one tensor after another) or ``auto``: fused on CUDA, where a loop over thousands of sharded tensors is
+            slow, but not under a gradient scaler, with which Lightning cannot clip a fused optimizer; PyTorch's default
+            elsewhere.
+
+    Raises:
+        ConfigurationError: a value outside its range.
+    """
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    implementation: Literal["auto", "fused", "foreach", "loop"] = "auto"
+
+    def __post_init__(self) -> None:
+        _check_choice("optimizer.implementation", self.implementation, ("auto", "fused", "foreach", "loop"))
+        if not self.lr > 0:
+            raise ConfigurationError("optimizer.lr", "must be positive", self.lr, "Give a rate such as 3e-4.")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigurationError(
+                "optimizer.betas", "must be two numbers in [0, 1)", self.betas, "Write [0.9, 0.95]."
+            )
+        if self.weight_decay < 0:
+            raise ConfigurationError(
+                "optimizer.weight_decay", "must be 0 or more", self.weight_decay, "Write 0.1 or 0."
+            )
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """Learning rate over the run: a linear warm-up from 0, then constant, linear or cosine decay to a floor.
+
+    Progress is a function of the step alone, so a resumed run continues it exactly. ``over: tokens`` counts the token
+    budget of each step (``max_tokens_per_batch`` x data-parallel replicas x accumulated micro-batches), whatever part
+    of it documents filled: warm-up and horizon then keep their meaning when the number of ranks or the batch changes.
+
+    Args:
+        kind: shape after the warm-up. Default ``constant``: it needs no horizon.
+        over: what progress is counted in.
+        warmup_steps: length of the warm-up with ``over: steps``. Default 0: with AdamW and small models it is not
+            needed.
+        warmup_tokens: the same with ``over: tokens``.
+        total_steps: where a decay ends, with ``over: steps``. Default: the trainer's ``max_steps``.
+        total_tokens: the same with ``over: tokens``. Default: what a callback with a ``token_horizon`` says
+            (``MaxTokens``), else ``max_steps`` times the tokens of a step.
+        min_lr_ratio: floor of a decay, as a part of the peak. Default 0.1, usual in language-model pretraining.
+
+    Raises:
+        ConfigurationError: a value outside its range, or a length in the unit that is not counted.
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    over: Literal["steps", "tokens"] = "steps"
+    warmup_steps: int | None = None
+    warmup_tokens: TokenCount | None = None
+    total_steps: int | None = None
+    total_tokens: TokenCount | None = None
+    min_lr_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_choice("schedule.kind", self.kind, ("constant", "linear", "cosine"))
+        _check_choice("schedule.over", self.over, ("steps", "tokens"))
+        for name in ("warmup_tokens", "total_tokens"):
+            value = getattr(self, name)
+            if value:
+                object.__setattr__(self, name, parse_token_count(value, f"schedule.{name}"))
+        other = "tokens" if self.over == "steps" else "steps"
+        for name in (f"warmup_{other}", f"total_{other}"):
+            if getattr(self, name) is not None:
+                fix = f"Write `over: {other}`, or the length in {self.over}."
+                raise ConfigurationError(
+                    f"schedule.{name}", f"has no meaning with `over: {self.over}`", getattr(self, name), fix
+                )
+        if self.warmup < 0:
+            raise ConfigurationError("schedule.warmup", "must be 0 or more", self.warmup, "Write 0 for none.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigurationError("schedule.min_lr_ratio", "must be in [0, 1]", self.min_lr_ratio, "Write 0.1.")
+        if self.total is not None:
+            self.check_horizon(self.total)
+
+    @property
+    def warmup(self) -> int:
+        """Length of the warm-up in the unit of ``over``."""
+        return (self.warmup_steps if self.over == "steps" else self.warmup_tokens) or 0
+
+    @property
+    def total(self) -> int | None:
+        """Where a decay ends, in the unit of ``over``, if it was given."""
+        return self.total_steps if self.over == "steps" else self.total_tokens
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the rate never changes."""
+        return self.kind == "constant" and self.warmup == 0
+
+    def check_horizon(self, horizon: int) -> None:
+        """Check that a decay has room after the warm-up.
+
+        Args:
+            horizon: where it ends, in the unit of ``over``.
+
+        Raises:
+            ConfigurationError: it ends before the warm-up does.
+        """
+        if self.kind != "constant" and horizon <= self.warmup:
+            got = f"an end at {horizon:,} and a warm-up of {self.warmup:,} {self.over}"
+            fix = f"Shorten `warmup_{self.over}` or raise `total_{self.over}` or `trainer.max_steps`."
+            raise ConfigurationError(f"schedule.total_{self.over}", "must lie after the warm-up", got, fix)
+
+
+def learning_rate_factor(settings: ScheduleSettings, step: int, step_length: int, horizon: int | None) -> float:
+    """Return the learning rate of a step as a part of the peak.
+
+    Args:
+        settings: the schedule.
+        step: updates done before this one.
+        step_length: what a step advances progress by: 1, or its tokens.
+        horizon: where the decay ends, in the unit of progress. Not used by ``constant``.
+
+    Returns:
+        A factor in [0, 1]. The first step of a warm-up is not 0, which would waste it.
+
+    Example:
+        >>> learning_rate_factor(ScheduleSettings(kind="linear", warmup_steps=2, min_lr_ratio=0.0), 6, 1, 10)
+        0.5
+    """
+    done = step * step_length
+    if done < settings.warmup:
+        return min(1.0, (done + step_length) / settings.warmup)
+    if settings.kind == "constant":
+        return 1.0
+    assert horizon is not None
+    part = min(1.0, (done - settings.warmup) / (horizon - settings.warmup))
+    shape = 1.0 - part if settings.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * part))
+    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * shape
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Split parameters into decayed matrices and the rest (biases, norms and whatever else has one dimension).
+
+    Args:
+        named: names and parameters; those without gradient are left out.
+        weight_decay: of the first group.
+
+    Returns:
+        Groups for a PyTorch optimizer, without empty ones.
+    """
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in named:
+        if parameter.requires_grad:
+            (others if parameter.ndim < 2 or name.endswith("bias") else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    named: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings, has_scaler: bool = False
+) -> torch.optim.AdamW:
+    """Build AdamW over a module's parameters.
+
+    Args:
+        named: names and parameters.
+        settings: the optimizer's settings.
+        has_scaler: whether gradients are scaled for fp16.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ConfigurationError: nothing to train.
+    """
+    groups = parameter_groups(named, settings.weight_decay)
+    if not groups:
+        raise ConfigurationError("model", "must have a parameter that requires a gradient", "none", "Unfreeze some.")
+    kind = settings.implementation
+    if kind == "auto" and not has_scaler and all(p.is_cuda for group in groups for p in group["params"]):
+        kind = "fused"
+    choice = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}.get(kind, {})
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, **choice)
+
+
+def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(field, f"must be one of {', '.join(choices)}", repr(value), "Correct the name.")

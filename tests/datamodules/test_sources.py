@@ -1,0 +1,125 @@
+"""Sources: what a user may write, what is read, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_longctx.datamodules import SourceSettings
+from lightning_longctx.datamodules.files import JsonLinesSource, TextFilesSource, open_source
+from lightning_longctx.datamodules.sources import IndexableSource, SequenceSource, StreamingSource
+from lightning_longctx.errors import ConfigurationError, DataError
+from tests.datamodules.helpers import Stream
+
+
+def _texts(source: Any) -> list[Any]:
+    assert isinstance(source, IndexableSource)
+    return [source.read(number)[source.text_field] for number in range(len(source))]
+
+
+def test_text_files_are_one_document_each_in_sorted_order() -> None:
+    for name, text in {"b.txt": "two", "a.txt": "one\nline", "c.md": "three"}.items():
+        Path(name).write_text(text)
+    assert _texts(open_source("x", "*.txt")) == ["one\nline", "two"]
+    assert _texts(open_source("x", Path("c.md"))) == ["three"]
+    assert _texts(open_source("x", {"path": str(Path.cwd() / "*"), "text_field": "content"})) == [
+        "one\nline",
+        "two",
+        "three",
+    ]
+
+
+@pytest.mark.parametrize("ending", ["\n", ""])
+def test_json_lines_are_read_by_number_over_files(ending: str) -> None:
+    Path("a.jsonl").write_text("\n".join(json.dumps({"text": f"a{i} \u00e9\u4e2d"}) for i in range(3)) + ending)
+    Path("b.jsonl").write_text('\n{"text": "b0"}\r\n\n\n{"text": "b1"}' + ending)
+    source = open_source("x", "*.jsonl")
+    assert isinstance(source, JsonLinesSource)
+    assert _texts(source) == ["a0 \u00e9\u4e2d", "a1 \u00e9\u4e2d", "a2 \u00e9\u4e2d", "b0", "b1"]
+    assert source.describe(4) == "b.jsonl:5"
+    assert source.read(4) == {"text": "b1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "got"), [('{"text": ', "a.jsonl:2"), ("[1, 2]", "a.jsonl:2: a list"), ('{"text": "\udcff"}', "a.jsonl:2")]
+)
+def test_a_bad_line_is_named(line: str, got: str) -> None:
+    Path("a.jsonl").write_bytes(b'{"text": "ok"}\n' + line.encode(errors="surrogateescape") + b"\n")
+    source = open_source("web", "a.jsonl")
+    assert isinstance(source, IndexableSource)
+    with pytest.raises(DataError, match="on_bad_record: skip") as caught:
+        source.read(1)
+    assert caught.value.field == "data.sources.web"
+    assert str(caught.value.got).startswith(got)
+
+
+def test_files_that_cannot_be_read_are_named() -> None:
+    Path("a.txt").write_bytes(b"ab\xffcd")
+    source = open_source("x", "a.txt")
+    assert isinstance(source, TextFilesSource)
+    with pytest.raises(DataError, match=r"a\.txt: byte 2"):
+        source.read(0)
+    Path("a.txt").unlink()
+    with pytest.raises(DataError, match=r"must be readable.*a\.txt"):
+        source.read(0)
+
+
+def test_sequences_are_indexable_and_iterables_are_streams() -> None:
+    items = [{"text": "a"}, {"text": "b"}]
+    assert isinstance(open_source("x", items), SequenceSource)
+    stream = open_source("x", SourceSettings(records=Stream(items), weight=2, min_tokens="1K"))  # type: ignore[arg-type]
+    assert isinstance(stream, StreamingSource)
+    assert (list(stream.open()), list(stream.open())) == (items, items)
+    assert (stream.weight, stream.min_tokens, stream.max_tokens) == (2.0, 1024, None)
+
+
+def test_a_second_pass_over_an_iterator_is_an_error_and_not_empty() -> None:
+    source = open_source("x", iter([{"text": "a"}]))
+    assert isinstance(source, StreamingSource)
+    assert len(list(source.open())) == 1
+    with pytest.raises(DataError, match="more than once"):
+        source.open()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("python-stdlb", "Did you mean 'python-stdlib'"),
+        ("none/*.txt", "must be a built-in name, or match a file"),
+        ({"path": "x", "wieght": 1}, "Did you mean 'weight'"),
+        ({"weight": 1.0}, "one of `path` and `records`"),
+        ({"path": "x", "weight": 0}, "positive `weight`"),
+        ({"path": "x", "min_tokens": "64Q"}, "min_tokens"),
+        ([], "at least one document"),
+        (3, "must be a source"),
+        (".", "must be a file or a glob"),
+        ("empty.jsonl", "at least one document"),
+        ("data.parquet", r"\.parquet"),
+    ],
+)
+def test_what_cannot_be_a_source_is_refused_with_help(value: Any, message: str) -> None:
+    Path("empty.jsonl").touch()
+    Path("data.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigurationError, match=message):
+        open_source("x", value)
+
+
+def test_lines_and_text_files_do_not_mix() -> None:
+    Path("a.jsonl").write_text('{"text": "a"}\n')
+    Path("a.txt").write_text("a")
+    with pytest.raises(ConfigurationError, match="text files or JSON lines"):
+        open_source("x", "a.*")
+
+
+@pytest.mark.parametrize(("name", "least"), [("python-stdlib", 200), ("package-metadata", 5)])
+def test_built_in_sources_are_there_and_repeatable(name: str, least: int) -> None:
+    source, again = open_source("x", name), open_source("x", {"path": name, "weight": 3.0})
+    assert isinstance(source, IndexableSource)
+    assert isinstance(again, IndexableSource)
+    assert len(source) == len(again) >= least
+    assert again.weight == 3.0
+    assert all(source.read(number) == again.read(number) for number in (0, len(source) - 1))
+    assert len(source.read(0)["text"]) > 0 if name == "package-metadata" else source.describe(0).endswith(".py")

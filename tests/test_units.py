@@ -1,0 +1,43 @@
+"""Numbers of tokens as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import parse_token_count
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("1_048_576", 1_048_576),
+        ("512K", 524_288),
+        ("512k", 524_288),
+        (" 1M ", 1_048_576),
+        ("1.5K", 1536),
+        ("1G", 2**30),
+        ("2e10", 20_000_000_000),
+        (2e10, 20_000_000_000),
+        (4096.0, 4096),
+        ("16M", 16 * 2**20),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
+def test_reads_every_form(written: float | str, tokens: int) -> None:
+    parsed = parse_token_count(written)
+    assert parsed == tokens
+    assert isinstance(parsed, int)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [0, -1, "0K", 1.5, "1.3", "", "K", "many", "12Q", "nan", "inf", float("nan"), float("inf"), True, None, [1]],
+)
+def test_refuses_what_is_no_number_of_tokens(written: object) -> None:
+    with pytest.raises(ConfigurationError, match="`data.max_seq_len` must be a .*number of tokens") as caught:
+        parse_token_count(written, field="data.max_seq_len")  # type: ignore[arg-type]
+    assert repr(written) == caught.value.got
+    assert "512K" in caught.value.fix
