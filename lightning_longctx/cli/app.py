@@ -8,7 +8,6 @@ numbers of tokens, and a second run into the same folder.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_longctx.callbacks import TrainingMetrics
-from lightning_longctx.cli.arguments import nearest, read_arguments
+from lightning_longctx.cli.arguments import Arguments, nearest, read_arguments
 from lightning_longctx.cli.checks import check_checkpoint_path, check_sizes
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.explain import explain
@@ -110,6 +109,7 @@ class LongContextCLI(LightningCLI):
         self._runs = run
         self._command = words[0] if run and words else "fit"
         self._arguments = read_arguments(words)
+        self._own = _own_classes(self._arguments)
         defaults: dict[str, Any] = {
             "save_config_kwargs": {"overwrite": True},
             "trainer_class": Trainer,
@@ -130,8 +130,8 @@ class LongContextCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Let ``model`` and ``data`` take the settings of this package's classes without a ``class_path``."""
-        for section, path in self._default_classes().items():
-            parser.set_defaults({section: {"class_path": path}})
+        for section in self._own:
+            parser.set_defaults({section: {"class_path": DEFAULT_CLASSES[section]}})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse the words into ``self.config``, with dashes in keys read as underscores.
@@ -183,13 +183,9 @@ class LongContextCLI(LightningCLI):
     def _told_in_one_line() -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
             origin = _original(error)
-            if isinstance(origin, FieldError):
-                raise origin from None
-            if isinstance(
-                origin, (MisconfigurationException, ModuleNotFoundError)
-            ):  # no such device, a missing package
+            if isinstance(origin, (MisconfigurationException, ModuleNotFoundError)):  # no such device or package
                 raise CommandLineError(str(origin)) from error
             raise origin from None
 
@@ -200,34 +196,36 @@ class LongContextCLI(LightningCLI):
             _end_children(self.trainer)
             raise
 
-    def _default_classes(self) -> dict[str, str]:
-        """Return the sections that take the settings of this package's classes directly, with the class of each."""
-        tree, direct = self._arguments.tree, self._arguments.direct
-        own = {
-            section: path
-            for section, path in DEFAULT_CLASSES.items()
-            if section in direct or section not in tree or _class_name(tree[section]) == path.rpartition(".")[2]
-        }
-        if "model" not in own and "data" not in tree:
-            own.pop("data", None)  # somebody's own model may bring its own loaders
-        if "model" in own and importlib.util.find_spec("transformers") is None:
-            if "model" in tree:
-                raise ConfigurationError(
-                    "model",
-                    "needs the package transformers, unless it names a class of your own",
-                    "settings of CausalLMModule without that package",
-                    "Run `pip install 'lightning-longctx[hf]'`, or write `model: {class_path: my_package.MyModel}`.",
-                )
-            own.pop("model")
-        return own
-
     def _places(self) -> dict[str, Place]:
-        own = {section: _import_class(path) for section, path in self._default_classes().items()}
         return {
             "trainer": Place(default=Trainer),
-            "model": Place(LightningModule, own.get("model")),
-            "data": Place(LightningDataModule, own.get("data")),
+            "model": Place(LightningModule, self._own.get("model")),
+            "data": Place(LightningDataModule, self._own.get("data")),
         }
+
+
+def _own_classes(arguments: Arguments) -> dict[str, type]:
+    """Return the sections that take the settings of this package's classes directly, with the class of each."""
+    tree = arguments.tree
+    own = {
+        section: path
+        for section, path in DEFAULT_CLASSES.items()
+        if section in arguments.direct or section not in tree or _class_name(tree[section]) == path.rpartition(".")[2]
+    }
+    if "model" not in own and "data" not in tree:
+        own.pop("data", None)  # somebody's own model may bring its own loaders
+    try:
+        return {section: _import_class(path) for section, path in own.items()}
+    except ImportError as error:
+        if "model" in tree:
+            raise ConfigurationError(
+                "model",
+                "needs the package transformers, unless it names a class of your own",
+                f"settings of CausalLMModule ({error})",
+                "Run `pip install 'lightning-longctx[hf]'`, or write `model: {class_path: my_package.MyModel}`.",
+            ) from error
+    own.pop("model")
+    return {section: _import_class(path) for section, path in own.items()}
 
 
 def _class_name(value: object) -> object:

@@ -31,9 +31,8 @@ def restore_state(saved: Mapping[str, Any], settings: RowSettings, topology: Top
     """This rank's part of a saved state; dealt anew if the number of data-parallel ranks changed.
 
     Raises:
-        ConfigurationError: another version, another order of documents, ranks that are missing, or a window that became
-        too
-            small.
+        ConfigurationError: another version, another order of documents, ranks that are missing, or a window that
+            became too small.
     """
     if saved.get("version") != _VERSION:
         fix = "Resume with the version that wrote it."

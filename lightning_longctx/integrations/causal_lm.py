@@ -40,6 +40,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  #
 
 __all__ = ["CausalLMModule"]
 
+# One of these is there whenever a tokenizer is. Without any, some releases of transformers make one with an empty vocabulary.
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
+
 _OPTIMIZER = OptimizerSettings()
 _SCHEDULE = ScheduleSettings()
 
@@ -225,6 +228,9 @@ class CausalLMModule(LightningModule):
         if home is None or not Path(home).is_dir():
             fix = "Write `tokenizer: bytes`, or give the model as a local directory that has a tokenizer."
             raise ConfigurationError("data.tokenizer", "is `from_model` and needs a model directory", repr(home), fix)
+        if not any(path for name in _TOKENIZER_FILES for path in Path(home).glob(name)):
+            fix = f"Put the tokenizer's files there ({', '.join(_TOKENIZER_FILES)}), or name another tokenizer."
+            raise ConfigurationError("data.tokenizer", "is `from_model` and needs a tokenizer beside the model", home, fix)
         try:
             return AutoTokenizer.from_pretrained(home, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:

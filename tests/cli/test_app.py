@@ -153,7 +153,9 @@ def test_bare_names_of_callbacks() -> None:
     assert monitor.logging_interval == "step"
 
 
-@pytest.mark.parametrize("callbacks", [None, "TrainingMetrics", ["lightning_longctx.TrainingMetrics", "ExactTokenMean"]])
+@pytest.mark.parametrize(
+    "callbacks", [None, "TrainingMetrics", ["lightning_longctx.TrainingMetrics", "ExactTokenMean"]]
+)
 def test_metrics_are_added_once(callbacks: Any) -> None:
     assert names(build(with_trainer(callbacks=callbacks))).count("TrainingMetrics") == 1
 

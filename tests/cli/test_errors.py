@@ -147,7 +147,8 @@ def test_a_package_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "lightning_longctx.integrations.causal_lm", raising=False)
     assert "pip install 'lightning-longctx[hf]'" in refused(OURS, capsys)
     assert main(["fit", f"--config={yaml.safe_dump(TOYS)}", "--trainer.max_steps=1"]) == 0
 
@@ -184,7 +185,9 @@ def test_sizes_of_a_foreign_strategy(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_our_error_in_a_nested_constructor(capsys: pytest.CaptureFixture[str]) -> None:
     config = changed(TOYS, "trainer.callbacks", ["tests.cli.toys.BrokenCallback"])
-    assert refused(config, capsys).endswith("`callbacks.broken` must never be built, but got configuration. Leave it out.")
+    assert refused(config, capsys).endswith(
+        "`callbacks.broken` must never be built, but got configuration. Leave it out."
+    )
 
 
 def test_a_bug_of_the_user_keeps_its_traceback() -> None:
@@ -200,7 +203,9 @@ def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fot"]) == 2
     assert capsys.readouterr().err == "longctx: error: unknown command 'fot'. Did you mean `fit`?\n"
     assert main(["xyzzy"]) == 2
-    assert capsys.readouterr().err == "longctx: error: unknown command 'xyzzy'. Commands: fit, validate, test, predict.\n"
+    assert (
+        capsys.readouterr().err == "longctx: error: unknown command 'xyzzy'. Commands: fit, validate, test, predict.\n"
+    )
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

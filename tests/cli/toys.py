@@ -50,14 +50,14 @@ class SelfFedModel(ToyModel):
 
 
 class FailingModel(SelfFedModel):
-    """Fails on one rank in its second step, as ``how`` says."""
+    """Fails on one rank (-1: on all) in its second step, as ``how`` says."""
 
     def __init__(self, rank: int = 0, how: str = "data", width: int = 2) -> None:
         super().__init__(width)
         self.rank, self.how = rank, how
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        if batch_idx == 1 and int(os.environ.get("LOCAL_RANK", "0")) == self.rank:
+        if batch_idx == 1 and self.rank in (-1, int(os.environ.get("LOCAL_RANK", "0"))):
             if self.how == "data":
                 raise DataError("data.sources.toys", "must be readable", "toys.jsonl line 7", "Mend the line.")
             raise RuntimeError("a bug of the user")

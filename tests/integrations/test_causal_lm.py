@@ -259,5 +259,9 @@ def test_tokenizer_without_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="tokenizer: bytes"):
         make_module().load_tokenizer()
     make_module().config.save_pretrained(tmp_path)
+    module = CausalLMModule(config=str(tmp_path))
+    with pytest.raises(ConfigurationError, match="needs a tokenizer beside the model"):
+        module.load_tokenizer()
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigurationError, match="must load"):
-        CausalLMModule(config=str(tmp_path)).load_tokenizer()
+        module.load_tokenizer()
