@@ -2,10 +2,10 @@
 
 Each way computes the loss of every token, the step's loss and its gradients for hidden states and head weight. All ways
 run in one process and take turns, so that a busy machine slows them alike; times are medians, and ratios are medians of
-the ratios inside a turn. Memory is counted from the allocator's own events: what a way allocates beyond its inputs at its
-worst moment, less the two gradients that every way must return.
+the ratios inside a turn. Memory is counted from the allocator's own events: what a way allocates beyond its inputs at
+its worst moment, less the two gradients that every way must return.
 
-    python benchmarks/loss.py [--json PATH] [--repeats N] [--chunks TOKENS ...] [--cases NAME ...]
+    python benchmarks/loss.py [--json PATH] [--repeats N] [--chunks LOGITS ...] [--cases NAME ...]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as ``4096x256x8192``, with the dtype if it is not float32."""
+        """Such as ``2048x128x8192``, with the dtype if it is not float32."""
         kind = "" if self.dtype == torch.float32 else f"-{str(self.dtype).removeprefix('torch.')}"
         return f"{self.tokens}x{self.hidden}x{self.vocabulary}{kind}"
 
@@ -49,7 +49,7 @@ class Case:
 #: Byte-level, small, common and large vocabularies, rows that are larger than a chunk, and one low precision.
 CASES = (
     Case(8192, 128, 320),
-    Case(4096, 128, 8192),
+    Case(2048, 128, 8192),
     Case(1024, 256, 32768),
     Case(512, 128, 131072),
     Case(1024, 768, 32768),
@@ -63,28 +63,22 @@ def plain(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> Tensor:
     """Logits of the whole row, cross entropy in float32."""
     logits = F.linear(hidden[0], weight).float()
     per_token = F.cross_entropy(logits, batch["shift_labels"][0], reduction="none")
-    return per_token.sum() / batch["loss_divisor"]
+    return per_token.sum() / float(batch["loss_divisor"])
 
 
 def torch_chunked(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> Tensor:
     """PyTorch's chunked ``linear_cross_entropy`` with an output per token."""
-    return _torch_loss(hidden, weight, batch, "none").sum() / batch["loss_divisor"]
-
-
-def torch_chunked_sum(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> Tensor:
-    """PyTorch's chunked ``linear_cross_entropy`` without an output per token: less than what is needed."""
-    return _torch_loss(hidden, weight, batch, "sum") / batch["loss_divisor"]
-
-
-def _torch_loss(hidden: Tensor, weight: Tensor, batch: dict[str, Any], reduction: str) -> Tensor:
     options = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(hidden[0], weight, batch["shift_labels"][0], reduction=reduction, options=options)
+    labels = batch["shift_labels"][0]
+    per_token = F.linear_cross_entropy(hidden[0], weight, labels, reduction="none", options=options)
+    return per_token.sum() / float(batch["loss_divisor"])
 
 
-def ours(chunk: int | None = None) -> Way:
-    """``causal_lm_loss`` with a number of tokens in a chunk."""
+def ours(logits: int | None = None) -> Way:
+    """``causal_lm_loss`` with so many logits in a chunk; None: its own default."""
 
     def run(hidden: Tensor, weight: Tensor, batch: dict[str, Any]) -> Tensor:
+        chunk = None if logits is None else max(1, logits // weight.shape[0])
         return causal_lm_loss(hidden, weight, batch, chunk_tokens=chunk).loss
 
     return run
@@ -124,8 +118,8 @@ def peak_extra_bytes(way: Way, inputs: tuple[Tensor, Tensor, dict[str, Any]]) ->
 def measure(case: Case, ways: dict[str, Way], repeats: int) -> dict[str, Any]:
     """Times, ratios to the first way, and memory, of each way.
 
-    A way that takes more than five times as long as the first is timed in the first turn only: its ratio is clear, and it
-    would make up most of the run.
+    A way that takes more than five times as long as the first is timed in the first turn only: its ratio is clear, and
+    it would make up most of the run.
     """
     inputs = make_inputs(case)
     memory = {name: peak_extra_bytes(way, inputs) for name, way in ways.items()}  # also the warm-up
@@ -146,15 +140,17 @@ def measure(case: Case, ways: dict[str, Way], repeats: int) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, dict[str, Any]]) -> Iterable[str]:
-    """Lines of a markdown table: time ratio to plain and extra memory of each way."""
-    names = list(next(iter(results.values())))
-    yield "| tokens x hidden x vocabulary | plain | " + " | ".join(names[1:]) + " |"
-    yield "|" + "---|" * (len(names) + 1)
-    for case, ways in results.items():
-        cells = [f"{ways[names[0]]['seconds']:.2f} s, {ways[names[0]]['extra_mib']:.0f} MiB"]
-        cells += [f"{ways[name]['time_ratio']:.2f} x, {ways[name]['extra_mib']:.0f} MiB" for name in names[1:]]
-        yield f"| {case} | " + " | ".join(cells) + " |"
+def heading(names: list[str]) -> str:
+    """The first two lines of a markdown table."""
+    return "| tokens x hidden x vocabulary | " + " | ".join(names) + " |\n" + "|---" * (len(names) + 1) + "|"
+
+
+def row(case: Case, ways: dict[str, Any]) -> str:
+    """A line of the table: time (ratio to the first way) and extra memory of each way."""
+    first, *others = ways.values()
+    cells = [f"{first['seconds']:.2f} s, {first['extra_mib']:.0f} MiB"]
+    cells += [f"{way['time_ratio']:.2f} x, {way['extra_mib']:.0f} MiB" for way in others]
+    return f"| {case.name} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -162,16 +158,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the median is reported (default: 9)")
-    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="further chunk sizes of ours, in tokens")
-    parser.add_argument("--cases", nargs="*", default=[], help="names of cases, such as 4096x256x8192 (default: all)")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="further chunk sizes of ours, in logits")
+    parser.add_argument("--cases", nargs="*", default=[], help="names of cases, such as 2048x128x8192 (default: all)")
     arguments = parser.parse_args()
     ways: dict[str, Way] = {"plain": plain, "causal_lm_loss": ours()}
-    ways |= {f"chunk {chunk}": ours(chunk) for chunk in arguments.chunks}
-    ways |= {"linear_cross_entropy none": torch_chunked, "linear_cross_entropy sum": torch_chunked_sum}
-    chosen = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
-    results = {case.name: measure(case, ways, arguments.repeats) for case in chosen}
+    ways |= {f"{logits:,} logits": ours(logits) for logits in arguments.chunks}
+    ways |= {"linear_cross_entropy": torch_chunked}
     print(f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads\n")
-    print("\n".join(table(results)))
+    print(heading(list(ways)))
+    results = {}
+    for case in CASES:
+        if not arguments.cases or case.name in arguments.cases:
+            results[case.name] = measure(case, ways, arguments.repeats)
+            print(row(case, results[case.name]), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

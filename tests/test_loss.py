@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -259,6 +260,29 @@ def test_default_chunk_bounds_the_logits() -> None:
     with _Largest() as record:
         causal_lm_loss(hidden, weight, make_batch(torch.zeros(1, tokens, dtype=torch.int64)))
     assert record.elements == 2**24
+
+
+def peak_extra_bytes(dtype: torch.dtype, tokens: int, vocabulary: int, chunk: int) -> int:
+    """What the loss allocates at its worst moment, by the allocator's events, less the gradients that it returns."""
+    hidden = torch.randn(1, tokens, 4, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, 4, dtype=dtype).requires_grad_()
+    batch = make_batch(torch.zeros(1, tokens, dtype=torch.int64))
+    causal_lm_loss(hidden, weight, batch, chunk_tokens=chunk).loss.backward()  # caches of kernels
+    hidden.grad = weight.grad = None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        causal_lm_loss(hidden, weight, batch, chunk_tokens=chunk).loss.backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held) - hidden.nbytes - weight.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_memory_is_at_most_two_chunks(dtype: torch.dtype) -> None:
+    tokens, vocabulary, chunk = 512, 4096, 64
+    peak = peak_extra_bytes(dtype, tokens, vocabulary, chunk)
+    chunk_bytes = chunk * vocabulary * 4
+    assert chunk_bytes < peak <= 2.05 * chunk_bytes  # and a few numbers for each token
+    assert peak < tokens * vocabulary * 4 / 3  # far from the logits of the row
 
 
 @pytest.mark.parametrize(

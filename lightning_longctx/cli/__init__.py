@@ -37,7 +37,7 @@ CONFIGURATION_EXIT_CODE = 2
 
 # How long a rank other than 0 keeps its error for itself, in seconds. An error that all ranks agreed on is printed
 # once, because rank 0 ends its children before they speak; an error of one rank alone is printed after this time.
-_OTHER_RANK_DELAY = 2.0
+_OTHER_RANK_DELAY = 5.0
 
 _LAZY = {
     "LongContextCLI": "lightning_longctx.cli.app",
@@ -138,7 +138,7 @@ def _help() -> str:
             "  longctx fit --config run.yaml --trainer.max_steps 100 --data.max_seq_len 512K",
             "  longctx fit --config run.yaml --print_config   every setting with its value",
             "  longctx fit --help                             every setting of the Trainer",
-            "  longctx fit --model.help, --data.help          every setting of the model and the data module",
+            "  longctx fit --model.help                       every setting of the model; --data.help of the data",
             "  longctx --version",
         ]
     )

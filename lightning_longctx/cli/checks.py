@@ -37,9 +37,9 @@ def check_checkpoint_path(path: object) -> None:
 def check_sizes(trainer: Trainer, datamodule: LightningDataModule | None, model: LightningModule) -> None:
     """Check that processes, token budgets and heads can be divided as asked, while one process still speaks for all.
 
-    The strategy is asked for ``sequence_parallel_size`` and ``check_model(model)``, and data module and model for a method
-    ``check`` that takes ``sp_size`` and any of ``dp_size``, ``max_seq_len`` and ``vocab_size``. Parts without them, such as
-    other people's, are not checked here.
+    The strategy is asked for ``sequence_parallel_size`` and ``check_model(model)``, and data module and model for a
+    method ``check`` that takes ``sp_size`` and any of ``dp_size``, ``max_seq_len`` and ``vocab_size``. Parts without
+    them, such as other people's, are not checked here.
 
     Args:
         trainer: built, not yet running.

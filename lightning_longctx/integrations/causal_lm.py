@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  #
 
 __all__ = ["CausalLMModule"]
 
-# One of these is there whenever a tokenizer is. Without any, some releases of transformers make one with an empty vocabulary.
+# One of these lies beside every tokenizer. Without any, some releases of transformers make one without a vocabulary.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model")
 
 _OPTIMIZER = OptimizerSettings()
@@ -230,7 +230,9 @@ class CausalLMModule(LightningModule):
             raise ConfigurationError("data.tokenizer", "is `from_model` and needs a model directory", repr(home), fix)
         if not any(path for name in _TOKENIZER_FILES for path in Path(home).glob(name)):
             fix = f"Put the tokenizer's files there ({', '.join(_TOKENIZER_FILES)}), or name another tokenizer."
-            raise ConfigurationError("data.tokenizer", "is `from_model` and needs a tokenizer beside the model", home, fix)
+            raise ConfigurationError(
+                "data.tokenizer", "is `from_model` and needs a tokenizer beside the model", home, fix
+            )
         try:
             return AutoTokenizer.from_pretrained(home, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:

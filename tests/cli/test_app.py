@@ -210,6 +210,16 @@ def test_print_config_without_a_file_shows_our_settings(capsys: pytest.CaptureFi
     assert found["seed_everything"] == 42
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"), [("--model.help", "--model.config_overrides"), ("--data.help", "--data.loading.num_workers")]
+)
+def test_help_of_a_section_is_that_of_our_class(flag: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["fit", flag])
+    assert end.value.code == 0
+    assert said in capsys.readouterr().out
+
+
 def test_a_printed_configuration_builds_the_same(texts: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "trainer": {**TOYS["trainer"], "strategy": "LongContextFSDPStrategy", "callbacks": ["ExactTokenMean"]},

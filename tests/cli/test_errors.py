@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import re
-import subprocess
 import sys
 from typing import Any
 

@@ -56,9 +56,22 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         pytest.fail(f"still running after {LIMIT} s\n{out[-3000:]}\n{err[-3000:]}")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert alive(process.pid) == []
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def alive(group: int) -> list[str]:
+    """Processes of a group that still run; those that ended and were not asked for their exit code do not count."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, rest = (entry / "stat").read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, process_group = rest.split()[:3]
+        if int(process_group) == group and state not in "ZX":
+            found.append(f"{name}) {state}")
+    return found
 
 
 @pytest.fixture

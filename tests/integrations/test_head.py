@@ -92,7 +92,10 @@ def test_other_attention_is_refused() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}, "never called"),
+        (
+            {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96},
+            "never called|attention_mask",
+        ),
         (
             {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 4},
             "never called",

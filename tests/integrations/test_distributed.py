@@ -1,0 +1,58 @@
+"""Every kind of head under sharding: one step on two ranks of a row gives the weights that one process gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_longctx import LongContextFSDPStrategy
+from lightning_longctx.integrations import CausalLMModule, OptimizerSettings
+from tests.helpers.pool import run_ranks
+from tests.integrations.rows import make_documents, pack, relative_error
+from tests.integrations.test_parity import FAMILIES
+
+
+def train(family: str, world_size: int, recompute: bool) -> dict[str, torch.Tensor]:
+    # eps is large so that AdamW's first step is proportional to the gradient and shows its size, not only its sign
+    settings = OptimizerSettings(lr=0.1, eps=1.0, weight_decay=0.0)
+    module = CausalLMModule(config=FAMILIES[family], optimizer=settings, loss_chunk_tokens=5)
+    module.configure_model()
+    if recompute:
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        getattr(module.model, next(name for name in names if hasattr(module.model, name)))()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        strategy=LongContextFSDPStrategy(sequence_parallel_size=world_size),
+    )
+    rows = DataLoader([pack(make_documents(7, 1, 12, 5), padding=7)], batch_size=None)
+    trainer.fit(module, rows, rows)
+    named: Any = module.named_parameters()
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named}
+    return {name: value.detach().clone() for name, value in whole.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe", "cohere", "gemma2"])
+def test_two_ranks_of_a_row_equal_one_process(family: str, recompute: bool) -> None:
+    start = CausalLMModule(config=FAMILIES[family])
+    start.configure_model()
+    alone = run_ranks(train, 1, family, 1, recompute)[0]
+    together = run_ranks(train, 2, family, 2, recompute)
+    for name, before in start.named_parameters():
+        step = alone[name] - before.detach()
+        assert step.abs().max() > 0, name
+        for rank in together:
+            assert relative_error(rank[name] - before.detach(), step) <= 1e-4, name
