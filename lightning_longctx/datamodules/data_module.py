@@ -13,13 +13,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_longctx.batch import is_packed_batch
+from lightning_longctx.datamodules.choosing import resolve_policy
 from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.files import open_source
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
 from lightning_longctx.datamodules.mixing import SequenceSettings
-from lightning_longctx.datamodules.policies import BufferPolicy, FixedBufferPolicy, resolve_policy
+from lightning_longctx.datamodules.policies import BufferPolicy, FixedBufferPolicy, PackingFacts
 from lightning_longctx.datamodules.rows import COUNTERS, RowSettings, RowState
+from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings
 from lightning_longctx.datamodules.sources import Source, SourceSettings
 from lightning_longctx.datamodules.state import restore_state, saved_state
@@ -51,8 +53,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         micro_batch_size: windows in a row. Default 1: at long context one window fills a device.
         global_batch_tokens: budget of an optimizer step over all ranks; sets ``trainer.accumulate_grad_batches``.
             Default None: the Trainer's own setting stays.
-        buffer_policy: which documents make a row: ``fixed``, or a :class:`BufferPolicy`. Default ``fixed`` with 200
-            candidates.
+        buffer_policy: which documents make a row: ``adaptive`` (default: the first row after the fewest documents, and
+            full rows for the whole run), ``fixed`` (200 candidates, the published default elsewhere),
+            ``context_aware``, or a :class:`BufferPolicy`.
         packing: see :class:`PackingSettings`.
         loading: see :class:`LoadingSettings`.
 
@@ -81,7 +84,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         max_seq_len: TokenCount = 4096,
         micro_batch_size: int = 1,
         global_batch_tokens: TokenCount | None = None,
-        buffer_policy: str | BufferPolicy = "fixed",
+        buffer_policy: str | BufferPolicy = "adaptive",
         packing: PackingSettings = _DEFAULT_PACKING,
         loading: LoadingSettings = _DEFAULT_LOADING,
     ) -> None:
@@ -92,12 +95,14 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             None if global_batch_tokens is None else parse_token_count(global_batch_tokens, "data.global_batch_tokens")
         )
         self._packing, self._loading = packing, loading
-        self._policy = resolve_policy(buffer_policy)
         self._from_model = isinstance(tokenizer, str) and tokenizer == FROM_MODEL
         self._tokenize, self.vocab_size = resolve_tokenizer(tokenizer)
         self._sources = _open_all(sources, "data.sources")
         self._validation = (
             None if validation_sources is None else _open_all(validation_sources, "data.validation_sources")
+        )
+        self._policy = resolve_policy(
+            buffer_policy, PackingFacts(self.max_seq_len, micro_batch_size, packing.count_mode)
         )
         extra = [source.name for source in self._validation or [] if source.name not in sources]
         self.source_names = [*sources, *extra]
@@ -326,8 +331,20 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         )
         multiple = lcm(self._packing.pad_to_multiple_of, self._topology.sp_size)
         return RowSettings(
-            reader, sequence, self.max_tokens_per_batch, multiple, self._loading.num_workers, drop_last=drop_last
+            reader,
+            sequence,
+            self._budget(multiple),
+            self._packing.count_mode == "effective",
+            multiple,
+            self._loading.num_workers,
+            drop_last=drop_last,
         )
+
+    def _budget(self, multiple: int) -> Budget:
+        counted = self.max_tokens_per_batch
+        # Rounded down to the row's multiple, so that padding never exceeds the cap either.
+        ratio = self._packing.physical_overflow_ratio if self._packing.count_mode == "effective" else 1.0
+        return Budget(counted, int(counted * ratio) // multiple * multiple, self._packing.max_docs_per_pack)
 
     def _global_counters(self) -> dict[str, int]:
         values = torch.tensor(list(self.counters.values()), dtype=torch.int64)

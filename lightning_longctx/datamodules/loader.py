@@ -7,12 +7,13 @@ loader state is one batch ahead, and the data module owns the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from lightning_longctx.batch import PackedBatch
 from lightning_longctx.datamodules.agreement import RowAgreement
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
-from lightning_longctx.datamodules.policies import BufferPolicy, resolve_policy
+from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowState
 from lightning_longctx.datamodules.settings import OnUnevenEnd
 from lightning_longctx.errors import DataError
@@ -27,7 +28,7 @@ class RowPlan:
 
     Args:
         settings: what to read and how to pack.
-        policy: chooses; copied for each iterator.
+        policy: chooses; resolved, and copied for each iterator.
         topology: ranks and groups.
         on_uneven_end: what happens when one rank runs out first.
     """
@@ -55,9 +56,9 @@ class RowIterator(Iterator[PackedBatch]):
         self._start = state
         self._rows = state.rows
         self._agreement = RowAgreement(
-            topology, plan.on_uneven_end, settings.max_tokens_per_batch, settings.pad_to_multiple_of
+            topology, plan.on_uneven_end, settings.budget.counted, settings.pad_to_multiple_of
         )
-        self._builder = RowBuilder(settings, resolve_policy(plan.policy), state) if topology.is_reader else None
+        self._builder = RowBuilder(settings, deepcopy(plan.policy), state) if topology.is_reader else None
 
     def __next__(self) -> PackedBatch:
         with self._agreement:

@@ -16,7 +16,11 @@ __all__ = ["assemble_row", "pack_documents"]
 
 
 def pack_documents(
-    documents: Sequence[Document], max_tokens_per_batch: int, pad_to_multiple_of: int = 1
+    documents: Sequence[Document],
+    max_tokens_per_batch: int,
+    pad_to_multiple_of: int = 1,
+    *,
+    max_tokens: int | None = None,
 ) -> PackedBatch:
     """Pack documents one after another into one whole row.
 
@@ -25,9 +29,10 @@ def pack_documents(
 
     Args:
         documents: in order. None at all gives a row of ``pad_to_multiple_of`` padding tokens, which has no weight.
-        max_tokens_per_batch: the budget; becomes ``loss_divisor``. Must be a multiple of ``pad_to_multiple_of``, so
-            that padding never exceeds it.
+        max_tokens_per_batch: the budget; becomes ``loss_divisor``.
         pad_to_multiple_of: the row's length is a multiple of this. Default 1: no padding.
+        max_tokens: most tokens of the row, a multiple of ``pad_to_multiple_of``, so that padding never exceeds it.
+            Default: ``max_tokens_per_batch``; more where the budget counts targets.
 
     Returns:
         A whole row (``S = 1``), int64 ``[1, T]`` per token, as :class:`lightning_longctx.batch.PackedBatch` says.
@@ -41,15 +46,16 @@ def pack_documents(
         >>> row["shift_labels"].tolist(), row["cu_seqlens"].tolist()
         ([[2, 3, -100, -100]], [0, 3, 4])
     """
-    if max_tokens_per_batch % pad_to_multiple_of:
-        got = f"{max_tokens_per_batch} % {pad_to_multiple_of} = {max_tokens_per_batch % pad_to_multiple_of}"
+    limit = max_tokens_per_batch if max_tokens is None else max_tokens
+    if limit % pad_to_multiple_of:
+        got = f"{limit} % {pad_to_multiple_of} = {limit % pad_to_multiple_of}"
         fix = "Change `max_seq_len` or `packing.pad_to_multiple_of`."
         raise ConfigurationError("max_tokens_per_batch", "must be a multiple of pad_to_multiple_of", got, fix)
     lengths = [len(document) for document in documents]
     total = sum(lengths)
-    if total > max_tokens_per_batch or 0 in lengths:
+    if total > limit or 0 in lengths:
         rule = "must have 1 to max_tokens_per_batch tokens in documents that are not empty"
-        raise DataError("documents", rule, f"{lengths} for a budget of {max_tokens_per_batch}", "Select fewer.")
+        raise DataError("documents", rule, f"{lengths} for a budget of {limit}", "Select fewer.")
     padding = _padding_lengths(-total % pad_to_multiple_of if documents else pad_to_multiple_of)
     bounds = np.cumsum([0, *lengths, *padding], dtype=np.int32)
     # Written in place as int64: at a million tokens each further copy costs milliseconds.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_longctx.batch import IGNORE_INDEX
 from lightning_longctx.datamodules.documents import Document
+from lightning_longctx.datamodules.selection import PoolView
 
 __all__ = ["Candidate", "DocumentPool", "candidates_from_state", "candidates_to_state"]
 
@@ -26,6 +27,7 @@ class Candidate:
         length: number of tokens.
         targets: number of tokens that will be trained on.
         document: the tokens; None until they are read again.
+        arrival: how many rows of the epoch had been given when it came.
     """
 
     source_id: int
@@ -34,6 +36,7 @@ class Candidate:
     length: int
     targets: int
     document: Document | None
+    arrival: int = 0
 
     @classmethod
     def of(cls, document: Document) -> Candidate:
@@ -45,12 +48,17 @@ class Candidate:
 
 
 class DocumentPool:
-    """Candidates in order of arrival. Knows nothing of policies or packing."""
+    """Candidates in order of arrival. Knows nothing of policies or packing.
 
-    def __init__(self, candidates: Iterable[Candidate] = ()) -> None:
-        self._candidates = list(candidates)
-        self._lengths = [candidate.length for candidate in self._candidates]
-        self._tokens = sum(self._lengths)
+    Args:
+        candidates: that wait already, oldest first.
+        count_targets: whether a row's budget counts targets; otherwise tokens.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate] = (), count_targets: bool = False) -> None:
+        self._count_targets = count_targets
+        self._counted = 0
+        self._hold(list(candidates))
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -65,41 +73,54 @@ class DocumentPool:
         """All candidates, oldest first."""
         return tuple(self._candidates)
 
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens of each candidate, oldest first. Not a copy: asked for once for each document that is read."""
-        return self._lengths
+    def view(self, row: int) -> PoolView:
+        """What a policy may know before row number ``row``. No copy: asked for once for each document that is read."""
+        return PoolView(self._lengths, self._counts, self._arrivals, row, self._tokens, self._counted)
 
-    def add(self, candidates: Iterable[Candidate]) -> None:
-        """Append the newest candidates."""
+    def add(self, candidates: Iterable[Candidate], row: int) -> None:
+        """Append the newest candidates, which arrive before row number ``row``."""
         for candidate in candidates:
+            candidate.arrival = row
             self._candidates.append(candidate)
             self._lengths.append(candidate.length)
+            self._arrivals.append(row)
             self._tokens += candidate.length
+            if self._count_targets:
+                self._counts.append(candidate.targets)
+                self._counted += candidate.targets
+            else:
+                self._counted = self._tokens
 
     def take(self, indices: Sequence[int]) -> list[Candidate]:
         """Remove and return the candidates at ``indices`` (each once), in the order of ``indices``."""
         taken = set(indices)
         assert len(taken) == len(indices)
         chosen = [self._candidates[index] for index in indices]
-        self._candidates = [entry for index, entry in enumerate(self._candidates) if index not in taken]
-        self._lengths = [candidate.length for candidate in self._candidates]
-        self._tokens -= sum(candidate.length for candidate in chosen)
+        self._hold([entry for index, entry in enumerate(self._candidates) if index not in taken])
         return chosen
+
+    def _hold(self, candidates: list[Candidate]) -> None:
+        self._candidates = candidates
+        self._lengths = [candidate.length for candidate in candidates]
+        self._arrivals = [candidate.arrival for candidate in candidates]
+        self._tokens = sum(self._lengths)
+        # One list for both where tokens are counted, so that it is kept once.
+        self._counts = [candidate.targets for candidate in candidates] if self._count_targets else self._lengths
+        self._counted = sum(self._counts)
 
 
 def candidates_to_state(candidates: Sequence[Candidate], by_value: Sequence[bool]) -> dict[str, Any]:
-    """Plain state of candidates: five integers each, and the tokens of those that cannot be read again.
+    """Plain state of candidates: six integers each, and the tokens of those that cannot be read again.
 
     Args:
         candidates: oldest first.
         by_value: for each source id, whether its documents must be stored whole.
 
     Returns:
-        ``index`` int64 ``[N, 5]`` and ``tokens``: position in ``index`` to ``[input_ids]`` or ``[input_ids, labels]``,
+        ``index`` int64 ``[N, 6]`` and ``tokens``: position in ``index`` to ``[input_ids]`` or ``[input_ids, labels]``,
         int32.
     """
-    rows = [[c.source_id, c.number, c.start, c.length, c.targets] for c in candidates]
+    rows = [[c.source_id, c.number, c.start, c.length, c.targets, c.arrival] for c in candidates]
     tokens: dict[int, list[Tensor]] = {}
     for position, candidate in enumerate(candidates):
         if by_value[candidate.source_id]:
@@ -107,16 +128,16 @@ def candidates_to_state(candidates: Sequence[Candidate], by_value: Sequence[bool
             assert document is not None
             arrays = [document.input_ids] if document.labels is None else [document.input_ids, document.labels]
             tokens[position] = [torch.from_numpy(array.copy()) for array in arrays]
-    return {"index": torch.tensor(rows, dtype=torch.int64).reshape(-1, 5), "tokens": tokens}
+    return {"index": torch.tensor(rows, dtype=torch.int64).reshape(-1, 6), "tokens": tokens}
 
 
 def candidates_from_state(state: Mapping[str, Any]) -> tuple[Candidate, ...]:
     """The inverse of :func:`candidates_to_state`."""
     candidates = []
-    for position, (source_id, number, start, length, targets) in enumerate(state["index"].tolist()):
+    for position, (source_id, number, start, length, targets, arrival) in enumerate(state["index"].tolist()):
         document = None
         if position in state["tokens"]:
             arrays = [tensor.numpy() for tensor in state["tokens"][position]]
             document = Document(source_id, number, start, *arrays)
-        candidates.append(Candidate(source_id, number, start, length, targets, document))
+        candidates.append(Candidate(source_id, number, start, length, targets, document, arrival))
     return tuple(candidates)

@@ -9,11 +9,13 @@ from itertools import chain, zip_longest
 from typing import Any
 
 from lightning_longctx.batch import PackedBatch
+from lightning_longctx.datamodules.choosing import plan_row
 from lightning_longctx.datamodules.documents import Document, DocumentReader, Draw
 from lightning_longctx.datamodules.mixing import SequenceSettings
 from lightning_longctx.datamodules.packing import pack_documents
-from lightning_longctx.datamodules.policies import BufferPolicy, plan_row
+from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.pool import Candidate, DocumentPool, candidates_from_state, candidates_to_state
+from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.sources import IndexableSource
 from lightning_longctx.datamodules.stream import Deal, DocumentStream, Share, open_stream
 from lightning_longctx.errors import DataError
@@ -49,7 +51,8 @@ class RowSettings:
     Args:
         reader: reads and tokenizes.
         sequence: order of documents; its epoch is set by the state.
-        max_tokens_per_batch: the budget.
+        budget: of a row; its ``counted`` is the divisor of the loss.
+        count_targets: whether the budget counts targets.
         pad_to_multiple_of: length of a row, in which the sequence-parallel size is contained already.
         num_workers: processes that read.
         drop_last: whether rows below the budget at the end are left out.
@@ -57,7 +60,8 @@ class RowSettings:
 
     reader: DocumentReader
     sequence: SequenceSettings
-    max_tokens_per_batch: int
+    budget: Budget
+    count_targets: bool = False
     pad_to_multiple_of: int = 1
     num_workers: int = 0
     drop_last: bool = False
@@ -160,14 +164,16 @@ class RowBuilder:
         self._settings = settings
         self._policy = policy
         self._state = state
-        self._pool = DocumentPool(state.candidates)
+        self._pool = DocumentPool(state.candidates, settings.count_targets)
+        self._row = state.rows
         self._counters = Counter(state.counters)
         self._drawn = state.drawn
         self._exhausted = state.exhausted
         self._loader: Any = None
         self._draws: Iterator[Draw] | None = None
-        if state.policy:
-            policy.load_state_dict(state.policy)
+        # Another policy than the one that was saved starts afresh: the new configuration wins.
+        if state.policy.get("class") == type(policy).__name__:
+            policy.load_state_dict(state.policy["state"])
 
     def next_row(self) -> PackedBatch | None:
         """The next whole row, or None at the end of the epoch.
@@ -177,15 +183,17 @@ class RowBuilder:
             saved.
         """
         settings = self._settings
-        chosen = plan_row(self._pool, self._policy, settings.max_tokens_per_batch, self._draw)
+        budget = settings.budget
+        chosen = plan_row(self._pool, self._policy, budget, self._row, self._draw)
+        self._row += 1
         tokens = sum(candidate.length for candidate in chosen)
-        if settings.drop_last and self._exhausted and self._pool.tokens + tokens < settings.max_tokens_per_batch:
+        if settings.drop_last and self._exhausted and self._pool.tokens + tokens < budget.counted:
             self.leave_over(chosen)
             return None
         if not chosen:
             return None
         documents = [self._tokens_of(candidate) for candidate in chosen]
-        row = pack_documents(documents, settings.max_tokens_per_batch, settings.pad_to_multiple_of)
+        row = pack_documents(documents, budget.counted, settings.pad_to_multiple_of, max_tokens=budget.physical)
         self._counters["rows"] += 1
         self._counters["documents_packed"] += len(chosen)
         self._counters["tokens_packed"] += tokens
@@ -202,7 +210,7 @@ class RowBuilder:
             num_workers=self._settings.num_workers,
             stream=self._state.stream if loader is None else loader.state_dict(),
             candidates=self._pool.candidates,
-            policy=self._policy.state_dict(),
+            policy={"class": type(self._policy).__name__, "state": self._policy.state_dict()},
             counters=dict(self._counters),
         )
 

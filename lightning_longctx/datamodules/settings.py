@@ -11,9 +11,23 @@ from typing import Literal, get_args
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["LoadingSettings", "LongDocument", "OnBadRecord", "OnUnevenEnd", "PackingSettings", "StopMode", "nearest"]
+__all__ = [
+    "MAX_DOCS_PER_PACK",
+    "CountMode",
+    "LoadingSettings",
+    "LongDocument",
+    "OnBadRecord",
+    "OnUnevenEnd",
+    "PackingSettings",
+    "StopMode",
+    "nearest",
+]
+
+#: Most documents of a row: rows of many tiny documents stall variable-length attention kernels.
+MAX_DOCS_PER_PACK = 4096
 
 LongDocument = Literal["split", "error", "truncate", "drop"]
+CountMode = Literal["total", "effective"]
 StopMode = Literal["all_exhausted", "first_exhausted", "forever"]
 OnBadRecord = Literal["error", "skip"]
 OnUnevenEnd = Literal["stop", "pad"]
@@ -36,16 +50,31 @@ class PackingSettings:
             ``drop`` leaves the document out. All but ``error`` are counted.
         pad_to_multiple_of: a row's length is rounded up to this and to the sequence-parallel size. Default 1: padding
             costs time, so a row gets only what its sharding needs. Kernels that want aligned lengths ask for more.
+        count_mode: what the budget of a row counts. ``total`` (default): tokens. ``effective``: targets, so that rows
+        of
+            masked prompts carry as much training as others; their tokens are capped by ``physical_overflow_ratio``.
+        physical_overflow_ratio: under ``effective``, most tokens of a row as a multiple of the budget, at least 1.
+            Default 1.5. The cap holds also for documents without any target.
+        max_docs_per_pack: most documents of a row. Default 4096: many tiny documents stall variable-length kernels.
 
     Raises:
-        ConfigurationError: an unknown choice, or a multiple below 1.
+        ConfigurationError: an unknown choice, a multiple or number below 1, or a ratio below 1.
     """
 
     long_document: LongDocument = "split"
     pad_to_multiple_of: int = 1
+    count_mode: CountMode = "total"
+    physical_overflow_ratio: float = 1.5
+    max_docs_per_pack: int = MAX_DOCS_PER_PACK
 
     def __post_init__(self) -> None:
         _check_choice("packing.long_document", self.long_document, LongDocument)
+        _check_choice("packing.count_mode", self.count_mode, CountMode)
+        if not 1 <= self.physical_overflow_ratio < float("inf"):
+            fix = "Write 1.5 for rows of at most one and a half budgets of tokens."
+            got = self.physical_overflow_ratio
+            raise ConfigurationError("packing.physical_overflow_ratio", "must be finite and at least 1", got, fix)
+        _check_at_least("packing.max_docs_per_pack", self.max_docs_per_pack, 1)
         _check_at_least("packing.pad_to_multiple_of", self.pad_to_multiple_of, 1)
 
 

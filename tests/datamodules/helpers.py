@@ -36,7 +36,7 @@ def data_module(sources: dict[str, Any] | None = None, size: int = 4, **settings
     settings.setdefault("max_seq_len", 32)
     return DynamicBatchingDataModule(
         sources or {"a": records(20), "b": records(12, seed=1)},
-        buffer_policy=FixedBufferPolicy(size),
+        buffer_policy=settings.pop("buffer_policy", None) or FixedBufferPolicy(size),
         loading=LoadingSettings(**loading),
         **settings,
     )
