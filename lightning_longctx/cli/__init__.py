@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_longctx.cli.arguments import nearest, read_arguments
 from lightning_longctx.cli.errors import CommandLineError
+from lightning_longctx.cli.tools import TOOLS, run_tool
 from lightning_longctx.errors import FieldError
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Lightning (``devices: 2`` without torchrun) the children repeat ``sys.argv``, so give None there.
 
     Returns:
-        The exit code: 0 when all went well, 2 for a mistake in the configuration or the data, told in one line.
+        The exit code: 0 when all went well, 1 when a tool found something, 2 for a mistake in the configuration or the
+        data, told in one line.
 
     Example:
         >>> main(["--version"])  # doctest: +ELLIPSIS
@@ -79,22 +81,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        _run(words)
+        return _run(words)
     except (FieldError, CommandLineError) as error:
         _report(error)
         return CONFIGURATION_EXIT_CODE
-    return 0
 
 
-def _run(words: list[str]) -> None:
+def _run(words: list[str]) -> int:
+    if words[0] in TOOLS:
+        return run_tool(words[0], words[1:])
     if words[0] not in COMMANDS:
-        near = nearest(words[0], COMMANDS)
-        fix = f"Did you mean `{near}`?" if near else f"Commands: {', '.join(COMMANDS)}."
+        known = [*COMMANDS, *TOOLS]
+        near = nearest(words[0], known)
+        fix = f"Did you mean `{near}`?" if near else f"Commands: {', '.join(known)}."
         raise CommandLineError(f"unknown command {words[0]!r}. {fix}")
     parsed = read_arguments(words[1:])  # a missing file is told before the slow import
     from lightning_longctx.cli.app import LongContextCLI
 
     LongContextCLI(args=[words[0], *parsed.words])
+    return 0
 
 
 def _report(error: Exception) -> None:
@@ -122,8 +127,9 @@ def _version() -> str:
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS)) + 2
-    lines = [f"  {name:{width}}{text}" for name, text in COMMANDS.items()]
+    commands = COMMANDS | {name: text for name, (text, _) in TOOLS.items()}
+    width = max(map(len, commands)) + 2
+    lines = [f"  {name:{width}}{text}" for name, text in commands.items()]
     return "\n".join(
         [
             "usage: longctx COMMAND --config FILE [--config FILE ...] [--SECTION.KEY VALUE ...]",
@@ -139,6 +145,7 @@ def _help() -> str:
             "  longctx fit --config run.yaml --print_config   every setting with its value",
             "  longctx fit --help                             every setting of the Trainer",
             "  longctx fit --model.help                       every setting of the model; --data.help of the data",
+            "  longctx probe --config run.yaml --dp 8         how the documents pack, on 8 ranks",
             "  longctx --version",
         ]
     )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lightning_longctx.cli.app import LongContextCLI
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["Part", "build_from_config", "load_config"]
+__all__ = ["Part", "build_from_config", "load_config", "read_words"]
 
 Part = Literal["data", "model", "strategy", "trainer"]
 
@@ -69,6 +69,17 @@ def load_config(
     cli._dump_config()
     dump: dict[str, Any] = cli.config_dump
     return dump
+
+
+def read_words(words: list[str], part: Part) -> tuple[Any, dict[str, Any]]:
+    """Build one part from the words of a command line, as :func:`build_from_config` does.
+
+    Returns:
+        The part, and all sections as plain containers. Class settings stand under ``init_args``.
+    """
+    cli = _PartCLI(words, part)
+    settings: dict[str, Any] = cli.config[cli.subcommand].as_dict()
+    return cli.built, settings
 
 
 class _PartCLI(LongContextCLI):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -20,7 +22,7 @@ from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
 from lightning_longctx.datamodules.mixing import SequenceSettings
 from lightning_longctx.datamodules.policies import BufferPolicy, FixedBufferPolicy, PackingFacts
-from lightning_longctx.datamodules.rows import COUNTERS, RowSettings, RowState
+from lightning_longctx.datamodules.rows import COUNTERS, RowBuilder, RowSettings, RowState
 from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings
 from lightning_longctx.datamodules.sources import Source, SourceSettings
@@ -64,6 +66,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         max_tokens_per_batch: ``micro_batch_size * max_seq_len``: the budget, and ``loss_divisor``.
         vocab_size: number of token ids; None while unknown.
         source_names: by source id; names that only validation has come last.
+        packing_facts: what the buffer policy was told about the run.
 
     Raises:
         ConfigurationError: a setting, source or tokenizer that cannot work.
@@ -101,9 +104,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._validation = (
             None if validation_sources is None else _open_all(validation_sources, "data.validation_sources")
         )
-        self._policy = resolve_policy(
-            buffer_policy, PackingFacts(self.max_seq_len, micro_batch_size, packing.count_mode)
-        )
+        self.packing_facts = PackingFacts(self.max_seq_len, micro_batch_size, packing.count_mode)
+        self._policy = resolve_policy(buffer_policy, self.packing_facts)
         extra = [source.name for source in self._validation or [] if source.name not in sources]
         self.source_names = [*sources, *extra]
         self._topology = Topology()
@@ -161,7 +163,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self.check(topology.sp_size, topology.dp_size)
         self._topology = topology
         if self._from_model:
-            self._load_model_tokenizer()
+            self.use_tokenizer_of(self.trainer.lightning_module if self.trainer is not None else None)
         self._allow_validation(stage != TrainerFn.FITTING or self._validation is not None)
         if stage == TrainerFn.FITTING:
             self._set_accumulation(topology.dp_size)
@@ -178,8 +180,12 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self.trainer.limit_val_batches = self._limit_val_batches
             self._limit_val_batches = None
 
-    def _load_model_tokenizer(self) -> None:
-        module = self.trainer.lightning_module if self.trainer is not None else None
+    def use_tokenizer_of(self, module: Any) -> None:
+        """Take the tokenizer of a module, for ``from_model``. ``setup`` does it; tools without a Trainer call it.
+
+        Raises:
+            ConfigurationError: the module has no ``load_tokenizer()``.
+        """
         load = getattr(module, "load_tokenizer", None)
         if load is None:
             got = f"{type(module).__name__} without `load_tokenizer()`"
@@ -213,6 +219,21 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         plan = RowPlan(self._training_settings(), self._policy, self._topology, self._loading.on_uneven_end)
         self._loader = TrainingLoader(plan, ledger, (lambda: ledger.use(0)) if self.trainer is None else None)
         return self._loader
+
+    def row_builder(
+        self, topology: Topology, seed: int | None = None, kind: type[RowBuilder] = RowBuilder
+    ) -> RowBuilder:
+        """Rows of one data-parallel rank as training makes them, without a Trainer or a process group.
+
+        Args:
+            topology: whose rows; ranks and sizes are read, groups are not used.
+            seed: of the order of documents. Default None: ``loading.seed``.
+            kind: class to build, for tools that watch what is read and chosen.
+        """
+        settings, multiple = self._training_settings(), lcm(self._packing.pad_to_multiple_of, topology.sp_size)
+        sequence = settings.sequence if seed is None else replace(settings.sequence, seed=seed)
+        settings = replace(settings, sequence=sequence, budget=self._budget(multiple), pad_to_multiple_of=multiple)
+        return kind(settings, deepcopy(self._policy), RowState(dp_rank=topology.dp_rank, dp_size=topology.dp_size))
 
     def val_dataloader(self) -> EvaluationLoader:
         """Rows for validation. Not asked for during ``fit`` without ``validation_sources``."""

@@ -64,6 +64,10 @@ class FileTokenizer:
         """Encode one text; an empty text gives no token."""
         return list(self._tokenizer.encode(text).ids) if text else []
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special ones included: for people who look at what is trained on."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
 
 class ModelTokenizer:
     """A Hugging Face tokenizer. Ends each document with its end-of-sequence token, if it has one and did not add it."""
@@ -85,6 +89,10 @@ class ModelTokenizer:
         ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         end = self._tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special ones included: for people who look at what is trained on."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def resolve_tokenizer(tokenizer: str | Tokenize) -> tuple[Tokenize | None, int | None]:

@@ -1,0 +1,62 @@
+"""The commands that are no training run: they are found here, and read the same configuration as ``longctx fit``.
+
+A tool names the parts of a run that it needs; the command line parses and builds them, since tools may not know it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning_longctx.cli.arguments import read_arguments
+
+if TYPE_CHECKING:
+    from lightning_longctx.cli.parts import Part
+
+__all__ = ["TOOLS", "Configuration", "run_tool"]
+
+#: Name, what ``longctx --help`` says, and the module with ``main(words, read) -> int``.
+TOOLS = {
+    "probe": ("show how the documents pack: no model, no accelerator", "lightning_longctx.tools.probe.command"),
+}
+
+
+class Configuration:
+    """The words of the command line as a tool asks for them.
+
+    Args:
+        words: configuration files and flags, later ones winning.
+
+    Raises:
+        ConfigurationError: a file that is missing or no YAML, before the slow import of Lightning.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        read_arguments(list(words))
+        from lightning_longctx.cli.parts import read_words
+
+        self._read = read_words
+        self._words = list(words)
+        self._built: dict[str, Any] = {}
+        self._settings: Mapping[str, Any] | None = None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All sections as plain containers."""
+        if self._settings is None:
+            self.build("data")  # what most tools need: one parse then serves both
+        assert self._settings is not None
+        return self._settings
+
+    def build(self, part: str) -> Any:
+        """Build one part, once."""
+        if part not in self._built:
+            self._built[part], self._settings = self._read(self._words, cast("Part", part))
+        return self._built[part]
+
+
+def run_tool(name: str, words: Sequence[str]) -> int:
+    """Run a tool and return its exit code: 0 fine, 1 a finding."""
+    module = importlib.import_module(TOOLS[name][1])
+    return int(module.main(words, Configuration))

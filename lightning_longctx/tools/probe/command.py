@@ -1,0 +1,198 @@
+"""``longctx probe``: read, compare, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_longctx.datamodules import Budget, BufferPolicy, DynamicBatchingDataModule
+from lightning_longctx.datamodules.choosing import POLICIES, resolve_policy
+from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.tools.configuration import ReadConfiguration, RunConfiguration, layout_of
+from lightning_longctx.tools.probe.measures import PolicyFigures, histogram, policy_figures
+from lightning_longctx.tools.probe.options import ProbeOptions, read_options
+from lightning_longctx.tools.probe.plot import can_plot, require_plot, save_plot
+from lightning_longctx.tools.probe.replay import replay
+from lightning_longctx.tools.probe.report import ProbeReport
+from lightning_longctx.tools.probe.show import decoder_of, describe_row
+from lightning_longctx.tools.probe.streams import Stream, WatchedRows, read_stream
+from lightning_longctx.topology import Topology
+
+__all__ = ["main", "probe"]
+
+
+def main(words: Sequence[str], read: ReadConfiguration) -> int:
+    """Run the command.
+
+    Args:
+        words: what follows ``longctx probe``.
+        read: reads the words that belong to the configuration.
+
+    Returns:
+        0, or 1 if a fill is below ``--min-fill``.
+
+    Raises:
+        ConfigurationError: an option or setting that cannot work.
+        DataError: the documents cannot be read, or are too few.
+    """
+    options, rest = read_options(words)
+    if options.plot is not None:
+        require_plot(options.plot)
+    elif can_plot():
+        options = replace(options, plot=options.folder / "probe.png")
+    configuration = read(rest)
+    layout = layout_of(configuration.settings)
+    options = replace(options, dp=options.dp or layout.dp_size or 1)
+    data = _data_module(configuration)
+    data.check(layout.sp_size)
+    _complete_tokenizer(data, configuration)
+    _make_folders(options)
+    report, shown = probe(data, options, layout.sp_size)
+    print(report.to_text())
+    for line in shown:
+        print(line)
+    _save(report, options)
+    return 1 if report.problems else 0
+
+
+def probe(data: DynamicBatchingDataModule, options: ProbeOptions, sp_size: int = 1) -> tuple[ProbeReport, list[str]]:
+    """Measure the configured policy, and let the others choose from what was read.
+
+    Args:
+        data: the data module; its tokenizer is known.
+        options: ``micro_batches``, ``dp``, ``seeds``, ``min_fill`` and ``show`` are read.
+        sp_size: sequence-parallel size.
+
+    Returns:
+        The report, and the lines of ``--show``.
+
+    Raises:
+        DataError: the documents cannot be read.
+        ConfigurationError: a rank has no row, or ``min_fill`` has too few rows to judge.
+    """
+    dp_size = options.dp or 1
+    topologies = [
+        Topology(rank * sp_size, dp_size * sp_size, rank, dp_size, sp_size=sp_size) for rank in range(dp_size)
+    ]
+    streams: list[Stream] = []
+    for seed in options.seeds or (None,):
+        for topology in topologies:
+            keep = 0 if streams else options.show
+            streams.append(read_stream(data, topology, seed, options.micro_batches, keep))
+            _check_has_rows(streams[-1], dp_size)
+    template = data.row_builder(topologies[0], kind=WatchedRows)
+    assert isinstance(template, WatchedRows)
+    settings = template.settings
+    policies = _compare(data, streams, template.watched.policy, settings.budget, options, settings.count_targets)
+    names, decode = data.source_names, decoder_of(settings.reader.tokenize)
+    shown = [
+        line
+        for number, row in enumerate(streams[0].kept)
+        for line in (f"Row {number + 1} of rank 0, seed {streams[0].seed}: ", *describe_row(row, decode, names), "")
+    ]
+    facts = {
+        "max_seq_len": data.max_seq_len,
+        "max_tokens_per_batch": data.max_tokens_per_batch,
+        "count_mode": "effective" if settings.count_targets else "total",
+        "data_parallel_ranks": dp_size,
+        "sequence_parallel_size": sp_size,
+        "micro_batches": options.micro_batches,
+        "seeds": list(dict.fromkeys(stream.seed for stream in streams)),
+        "policy": policies[0].name,
+        "min_fill": options.min_fill,
+    }
+    lengths = (entry.length for stream in streams for draw in stream.draws for entry in draw.entries)
+    problems = [] if options.min_fill is None else _below(policies[0], options.min_fill)
+    return ProbeReport(facts, policies, histogram(lengths), problems), shown
+
+
+def _compare(
+    data: DynamicBatchingDataModule,
+    streams: Sequence[Stream],
+    configured: BufferPolicy,
+    budget: Budget,
+    options: ProbeOptions,
+    count_targets: bool,
+) -> list[PolicyFigures]:
+    own = next((name for name, make in POLICIES.items() if make is type(configured)), type(configured).__name__)
+    window = data.max_tokens_per_batch
+    found = [policy_figures(own, configured.describe(), streams, window, measured=True)]
+    for name in POLICIES:
+        if name == own:
+            continue
+        try:
+            gate = resolve_policy(name, data.packing_facts).describe()
+        except ConfigurationError as error:
+            found.append(policy_figures(name, name, [], window, measured=False, refused=str(error)))
+            continue
+        replayed = [
+            replay(resolve_policy(name, data.packing_facts), stream, budget, options.micro_batches, count_targets)
+            for stream in streams
+        ]
+        found.append(policy_figures(name, gate, replayed, window, measured=False))
+    return found
+
+
+def _below(policy: PolicyFigures, least: float) -> list[str]:
+    """What is below the least fill, by seed, over all ranks."""
+    problems = []
+    seeds = list(dict.fromkeys(rank.seed for rank in policy.ranks))
+    for seed, first, steady in zip(seeds, policy.first_fills, policy.steady_fills, strict=True):
+        if steady is None:
+            fix = "Raise --micro-batches, lower --dp, or give more documents."
+            got = f"none before the documents ended (seed {seed})"
+            raise ConfigurationError("--min-fill", "needs a micro-batch after the first one to judge", got, fix)
+        for what, fill in (("First", first), ("Steady", steady)):
+            if 100 * fill < least:
+                problems.append(f"{what} fill {100 * fill:.2f} % is below --min-fill {least:g} (seed {seed}).")
+    return problems
+
+
+def _check_has_rows(stream: Stream, dp_size: int) -> None:
+    if not stream.rows:
+        got = f"none for rank {stream.rank} of {dp_size} (seed {stream.seed})"
+        fix = "Lower --dp, or give more documents; check limits on lengths and `drop_last`."
+        raise ConfigurationError("data.sources", "must give each data-parallel rank a row", got, fix)
+
+
+def _data_module(configuration: RunConfiguration) -> DynamicBatchingDataModule:
+    data: Any = configuration.build("data")
+    if not isinstance(data, DynamicBatchingDataModule):
+        got = "none" if data is None else type(data).__name__
+        fix = "Other data modules pack in their own way, which probe does not know."
+        raise ConfigurationError("data", "must be a DynamicBatchingDataModule", got, fix)
+    return data
+
+
+def _complete_tokenizer(data: DynamicBatchingDataModule, configuration: RunConfiguration) -> None:
+    """Get the model's tokenizer where the configuration says `from_model`; the model itself gets no weights."""
+    rows = data.row_builder(Topology(), kind=WatchedRows)
+    assert isinstance(rows, WatchedRows)
+    if rows.settings.reader.tokenize is None:
+        data.use_tokenizer_of(configuration.build("model"))
+
+
+def _make_folders(options: ProbeOptions) -> None:
+    """Before the long reading, so that it is not in vain."""
+    for flag, folder in (
+        ("--out", options.folder),
+        ("--plot", options.plot and options.plot.parent),
+        ("--json", options.json and options.json.parent),
+    ):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(flag, "must be in a folder that can be made", str(error), "Change it.") from None
+
+
+def _save(report: ProbeReport, options: ProbeOptions) -> None:
+    report.save(options.folder)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.to_plain(), indent=1) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        save_plot(options.plot, report.policies, report.buckets)
+    drawn = f"plot in {options.plot}" if options.plot is not None else "no plot: matplotlib is not installed"
+    print(f"Tables in {options.folder}; {drawn}.")

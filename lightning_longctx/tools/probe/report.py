@@ -1,0 +1,242 @@
+"""The figures of the probe as text, as tables in files, and as JSON."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from lightning_longctx.tools.probe.measures import Bucket, FirstRow, PolicyFigures, RankFigures
+
+__all__ = ["ProbeReport"]
+
+#: Raised when a key of the JSON form changes its name or meaning.
+JSON_VERSION = 1
+
+# Below this ratio evening out costs more order than it gains time (bimodal lengths at 128K got worse).
+_UNEVEN = 1.15
+
+_NONE = "-"
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Everything that was found.
+
+    Attributes:
+        facts: what was probed: sizes, seeds, policy.
+        policies: the configured one first.
+        buckets: lengths of the documents read.
+        problems: what is below ``--min-fill``, as sentences.
+    """
+
+    facts: dict[str, Any]
+    policies: list[PolicyFigures]
+    buckets: list[Bucket]
+    problems: list[str]
+
+    def to_plain(self) -> dict[str, Any]:
+        """All numbers, for ``--json``."""
+        policies = [
+            {
+                **asdict(policy),
+                "mean_imbalance": policy.mean_imbalance,
+                "lost_to_imbalance": policy.lost_to_imbalance,
+            }
+            for policy in self.policies
+        ]
+        return {
+            "version": JSON_VERSION,
+            "facts": self.facts,
+            "policies": policies,
+            "lengths": [asdict(bucket) for bucket in self.buckets],
+            "problems": self.problems,
+        }
+
+    def to_text(self) -> str:
+        """The report as Markdown that is readable in a terminal."""
+        facts = self.facts
+        sizes = (
+            f"rows of {facts['max_tokens_per_batch']:,} tokens, {facts['data_parallel_ranks']} data-parallel rank(s)"
+        )
+        seeds = ", ".join(map(str, facts["seeds"]))
+        lines = [
+            "# longctx probe",
+            "",
+            f"{sizes}, sequence_parallel_size {facts['sequence_parallel_size']}, "
+            f"{facts['micro_batches']} micro-batches a rank, seed {seeds}. Measured: {self.policies[0].gate}.",
+            "The other policies chose from the lengths that were read.",
+            "",
+            "## Policies",
+            "",
+            *_table(
+                _POLICY_HEAD, (_policy_row(policy, self.policies[0]) for policy in self.policies if not policy.refused)
+            ),
+            *[f"- {policy.name}: refused: {policy.refused}" for policy in self.policies if policy.refused],
+            "",
+            "## Ranks (measured)",
+            "",
+            *_table(_RANK_HEAD, map(_rank_row, self.policies[0].ranks)),
+            "",
+            "## Lengths of documents",
+            "",
+            *_table(("tokens from", "documents", "% of documents", "% of tokens"), _bucket_rows(self.buckets)),
+            "",
+            *self._remarks(),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _remarks(self) -> list[str]:
+        measured, remarks = self.policies[0], list(self.problems)
+        ratio, lost = measured.mean_imbalance, measured.lost_to_imbalance
+        if ratio is not None and lost is not None and ratio > _UNEVEN:
+            remarks.append(
+                f"Ranks differ in attention work by {ratio:.2f} (largest / mean): {lost:.0%} of its time is waiting."
+            )
+        tails = sum(rank.tail_rows for rank in measured.ranks)
+        if tails:
+            remarks.append(f"The documents ended: {tails} rows were made of what was left, and are no steady rows.")
+        least, most = (pick(rank.rows for rank in measured.ranks) for pick in (min, max))
+        if least != most:
+            remarks.append(f"Ranks gave {least} to {most} rows: a run stops, or pads, at the first that ends.")
+        late = [policy.name for policy in self.policies if not policy.refused and policy.documents is None]
+        if late:
+            remarks.append(
+                f"{', '.join(late)}: not enough was read for a first row on each rank; raise --micro-batches."
+            )
+        return [f"- {remark}" for remark in remarks]
+
+    def save(self, folder: Path) -> None:
+        """Write ``probe.md``, ``policies.csv`` and ``ranks.csv`` into a folder that exists."""
+        (folder / "probe.md").write_text(self.to_text(), encoding="utf-8")
+        given = [policy for policy in self.policies if not policy.refused]
+        _write_csv(folder / "policies.csv", [_flat(policy) for policy in given])
+        _write_csv(
+            folder / "ranks.csv", [{"policy": policy.name, **asdict(rank)} for policy in given for rank in policy.ranks]
+        )
+
+
+_POLICY_HEAD = (
+    "policy",
+    "documents to first row: p50 / slowest / skew",
+    "seconds: p50 / slowest / skew",
+    "first fill %",
+    "steady fill %",
+    "worst row %",
+    "longest wait, rows",
+    "peak pool, windows",
+    "order drift %",
+    "attention max/mean",
+    "choice",
+)
+_RANK_HEAD = (
+    "seed",
+    "rank",
+    "documents to first row",
+    "seconds",
+    "first fill %",
+    "steady fill %",
+    "rows",
+    "longest wait, rows",
+    "peak pool, windows",
+    "choice",
+)
+
+
+def _policy_row(policy: PolicyFigures, measured: PolicyFigures) -> tuple[str, ...]:
+    if policy.documents is None:
+        read = max(rank.documents for rank in policy.ranks)
+        return (policy.name, f"more than the {read:,} read", *[_NONE] * (len(_POLICY_HEAD) - 2))
+    same = [rank.choice for rank in policy.ranks] == [rank.choice for rank in measured.ranks]
+    return (
+        policy.name,
+        _first(policy.documents, "{:,.0f}"),
+        ("" if policy.measured else "~ ") + _first(policy.seconds, "{:,.2f}"),
+        _percent(_mean(policy.first_fills)),
+        _percent(_mean(policy.steady_fills)),
+        _percent(policy.worst_fill),
+        str(max(rank.longest_wait for rank in policy.ranks)),
+        f"{max(rank.peak_windows for rank in policy.ranks):.1f}",
+        _NONE if policy.order_drift is None else f"{100 * policy.order_drift:+.1f}",
+        _NONE if policy.mean_imbalance is None else f"{policy.mean_imbalance:.2f}",
+        "measured" if policy.measured else "the same" if same else "another",
+    )
+
+
+def _rank_row(rank: RankFigures) -> tuple[str, ...]:
+    return (
+        str(rank.seed),
+        str(rank.rank),
+        f"{rank.documents:,}",
+        f"{rank.seconds:,.2f}",
+        _percent(rank.first_fill),
+        _percent(rank.steady_fill),
+        f"{rank.rows:,}",
+        str(rank.longest_wait),
+        f"{rank.peak_windows:.1f}",
+        rank.choice,
+    )
+
+
+def _bucket_rows(buckets: Sequence[Bucket]) -> Iterable[tuple[str, ...]]:
+    documents = sum(bucket.documents for bucket in buckets)
+    tokens = sum(bucket.tokens for bucket in buckets)
+    for bucket in buckets:
+        shares = (_percent(bucket.documents / documents), _percent(bucket.tokens / tokens))
+        yield (f"{bucket.low:,}", f"{bucket.documents:,}", *shares)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    cells = [tuple(head), *map(tuple, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def _flat(policy: PolicyFigures) -> dict[str, Any]:
+    """One line of ``policies.csv``."""
+    return {
+        "policy": policy.name,
+        "measured": policy.measured,
+        **{f"documents_{key}": value for key, value in _parts(policy.documents).items()},
+        **{f"seconds_{key}": value for key, value in _parts(policy.seconds).items()},
+        "first_fill": _mean(policy.first_fills),
+        "steady_fill": _mean(policy.steady_fills),
+        "worst_fill": policy.worst_fill,
+        "longest_wait": max(rank.longest_wait for rank in policy.ranks),
+        "peak_windows": max(rank.peak_windows for rank in policy.ranks),
+        "order_drift": policy.order_drift,
+        "mean_imbalance": policy.mean_imbalance,
+        "lost_to_imbalance": policy.lost_to_imbalance,
+    }
+
+
+def _parts(first: FirstRow | None) -> dict[str, float | None]:
+    return {"p50": None, "slowest": None, "skew": None} if first is None else asdict(first)
+
+
+def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if known else None
+
+
+def _percent(value: float | None) -> str:
+    return _NONE if value is None else f"{100 * value:.2f}"
+
+
+def _first(first: FirstRow | None, number: str) -> str:
+    if first is None:
+        return _NONE
+    return f"{number.format(first.p50)} / {number.format(first.slowest)} / {first.skew:.2f}x"
