@@ -174,6 +174,12 @@ class AdaptiveBufferPolicy(BufferPolicy):
         self._opened, self._look_at, self._best = None, 0, None
         return selection.indices
 
+    def describe(self) -> str:
+        """The targets."""
+        return (
+            f"adaptive: the first at {self.first_fill_target:.1%} of its tokens, later ones at {self.fill_target:.1%}"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Depth and number of rows."""
         return {"rows": self._rows, **asdict(self._depth)}

@@ -7,6 +7,7 @@ same error is raised everywhere before anybody waits for a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_longctx.batch import PackedBatch
+from lightning_longctx.datamodules.balance import PLANNED_ROWS, pick_rows
 from lightning_longctx.datamodules.packing import assemble_row, pack_documents
+from lightning_longctx.datamodules.rows import RowBuilder
 from lightning_longctx.datamodules.settings import OnUnevenEnd
 from lightning_longctx.errors import DataError
 from lightning_longctx.topology import Topology
@@ -23,6 +26,7 @@ __all__ = ["RowAgreement"]
 
 # A longer message is cut: every rank must receive it in one buffer.
 _MAX_MESSAGE_BYTES = 4096
+_CODES = 3  # see RowAgreement._reduce
 
 
 class RowAgreement:
@@ -31,19 +35,26 @@ class RowAgreement:
     Use it as a context around the work that one rank may fail at, then :meth:`exchange` the outcome::
 
         with agreement:
-            row = next_row_or_none()
-        row = agreement.exchange(row)
+            builder.plan()
+        row = agreement.exchange(builder)
 
     Args:
         topology: ranks and groups.
         on_uneven_end: whether the first rank without a row ends the epoch, or receives padding until the last is done.
         max_tokens_per_batch: the budget, for rows of padding.
         pad_to_multiple_of: length of a row of padding.
+        balance: whether ranks pick rows of like cost among those planned.
     """
 
     def __init__(
-        self, topology: Topology, on_uneven_end: OnUnevenEnd, max_tokens_per_batch: int, pad_to_multiple_of: int
+        self,
+        topology: Topology,
+        on_uneven_end: OnUnevenEnd,
+        max_tokens_per_batch: int,
+        pad_to_multiple_of: int,
+        balance: bool = False,
     ) -> None:
+        self._depth = PLANNED_ROWS if balance and topology.dp_size > 1 else 0
         self._topology = topology
         self._pads = on_uneven_end == "pad"
         self._budget = max_tokens_per_batch
@@ -57,37 +68,57 @@ class RowAgreement:
     ) -> None:
         # An interrupt is not an error of the data, and must not wait for other ranks.
         if isinstance(error, Exception) and self._topology.host_group is not None:
-            winner = self._reduce(error=True)[0]
+            winner = int(self._reduce(error=True)[0])
             self._message(winner - 1, f"{type(error).__name__}: {error}")
 
-    def exchange(self, row: PackedBatch | None) -> PackedBatch | None:
+    def exchange(self, builder: RowBuilder | None) -> PackedBatch | None:
         """Return this rank's whole row, or None at the agreed end.
 
         Args:
-            row: on a reader, its next row, or None at the end of its data; on other ranks, None.
+            builder: on a reader, with its rows planned (none at the end of its data); on other ranks, None.
 
         Raises:
             DataError: another rank failed; its message is inside.
         """
+        offers = [] if builder is None else builder.offers()
         if self._topology.host_group is None:
-            return row
-        reader = self._topology.is_reader
-        error, end, some = self._reduce(end=reader and row is None, some=row is not None)
+            return builder.give() if builder is not None and offers else None
+        values = self._reduce(end=builder is not None and not offers, offers=offers)
+        error, end, some = (int(value) for value in values[:_CODES])
         if error:
             got = f"an error on rank {error - 1}: {self._message(error - 1, '')}"
             raise DataError("data", "must be readable on every rank", got, "See that rank's own traceback.")
         if not some or (end and not self._pads):
             return None
-        if reader and row is None:
+        row = None
+        if builder is not None and offers:
+            row = builder.give(self._pick(values[_CODES:]))
+        elif builder is not None:
             row = pack_documents([], self._budget, self._multiple)
         return row if self._topology.sp_host_group is None else self._share(row)
 
-    def _reduce(self, error: bool = False, end: bool = False, some: bool = False) -> list[int]:
-        """Largest value over all ranks of: failed rank + 1, a reader is at its end, a reader has a row."""
-        codes = torch.tensor([self._topology.rank + 1 if error else 0, int(end), int(some)])
-        dist.all_reduce(codes, dist.ReduceOp.MAX, group=self._topology.host_group)
-        values: list[int] = codes.tolist()
+    def _reduce(self, error: bool = False, end: bool = False, offers: Sequence[tuple[int, float]] = ()) -> list[float]:
+        """Largest value over all ranks of: failed rank + 1, a reader is at its end, a reader has a row; then offers."""
+        topology = self._topology
+        codes = torch.zeros(_CODES + self._depth * 2 * topology.dp_size, dtype=torch.float64)
+        codes[:_CODES] = torch.tensor([topology.rank + 1 if error else 0, int(end), int(bool(offers))])
+        if self._depth and offers:
+            # Row numbers from 1, so that 0 says that there is no offer.
+            own = torch.tensor([(row + 1, cost) for row, cost in offers[: self._depth]], dtype=torch.float64).flatten()
+            start = _CODES + self._depth * 2 * topology.dp_rank
+            codes[start : start + own.numel()] = own
+        dist.all_reduce(codes, dist.ReduceOp.MAX, group=topology.host_group)
+        values: list[float] = codes.tolist()
         return values
+
+    def _pick(self, values: Sequence[float]) -> int:
+        """Which planned row this rank gives, from the offers of all."""
+        if not self._depth:
+            return 0
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+        ranks = [pairs[start : start + self._depth] for start in range(0, len(pairs), self._depth)]
+        offers = [[(int(row) - 1, cost) for row, cost in rank if row] for rank in ranks]
+        return pick_rows(offers)[self._topology.dp_rank]
 
     def _message(self, rank: int, text: str) -> str:
         """Send or receive the message of ``rank``."""

@@ -12,17 +12,24 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_longctx.batch import is_packed_batch
 from lightning_longctx.datamodules.choosing import resolve_policy
 from lightning_longctx.datamodules.documents import DocumentReader
-from lightning_longctx.datamodules.files import open_source
+from lightning_longctx.datamodules.files import open_sources
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
 from lightning_longctx.datamodules.mixing import SequenceSettings
-from lightning_longctx.datamodules.policies import BufferPolicy, FixedBufferPolicy, PackingFacts
-from lightning_longctx.datamodules.rows import COUNTERS, RowBuilder, RowSettings, RowState
+from lightning_longctx.datamodules.policies import (
+    LONG_CONTEXT,
+    BufferPolicy,
+    DocumentCountPolicy,
+    FixedBufferPolicy,
+    PackingFacts,
+)
+from lightning_longctx.datamodules.row_state import COUNTERS, RowState, summarize
+from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowWarmup
 from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings
 from lightning_longctx.datamodules.sources import Source, SourceSettings
@@ -100,12 +107,15 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._packing, self._loading = packing, loading
         self._from_model = isinstance(tokenizer, str) and tokenizer == FROM_MODEL
         self._tokenize, self.vocab_size = resolve_tokenizer(tokenizer)
-        self._sources = _open_all(sources, "data.sources")
+        self._sources = open_sources(sources, "data.sources")
         self._validation = (
-            None if validation_sources is None else _open_all(validation_sources, "data.validation_sources")
+            None if validation_sources is None else open_sources(validation_sources, "data.validation_sources")
         )
-        self.packing_facts = PackingFacts(self.max_seq_len, micro_batch_size, packing.count_mode)
-        self._policy = resolve_policy(buffer_policy, self.packing_facts)
+        self.packing_facts = PackingFacts(
+            self.max_seq_len, micro_batch_size, packing.count_mode, dynamic=packing.dynamic
+        )
+        policy = resolve_policy(buffer_policy, self.packing_facts)
+        self._policy = policy if packing.dynamic else DocumentCountPolicy(packing.documents_per_batch)
         extra = [source.name for source in self._validation or [] if source.name not in sources]
         self.source_names = [*sources, *extra]
         self._topology = Topology()
@@ -168,6 +178,19 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         if stage == TrainerFn.FITTING:
             self._set_accumulation(topology.dp_size)
             self._prepare_ledger()
+            self._announce()
+
+    def _announce(self) -> None:
+        """One line before the first document is read: what a row waits for."""
+        layout = f"{self.max_tokens_per_batch:,} tokens x {self._topology.dp_size} data-parallel ranks"
+        rank_zero_info(f"Rows: {layout}; {self._policy.describe()}.")
+        if isinstance(self._policy, FixedBufferPolicy) and self.max_seq_len >= LONG_CONTEXT:
+            rank_zero_warn(
+                f"`data.buffer_policy: fixed` reads at least {self._policy.size} documents before the first row, on"
+                f" each data-parallel rank, whatever {self.max_seq_len:,} tokens need. `buffer_policy: adaptive` starts"
+                " after the fewest documents that fill the window.",
+                category=UserWarning,
+            )
 
     def _allow_validation(self, allowed: bool) -> None:
         """Switch validation off during a fit without data for it: an empty loader would make Lightning warn."""
@@ -268,7 +291,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._loader.close()
             self._loader = None
         if stage == TrainerFn.FITTING and self._ledger is not None:
-            rank_zero_info(_summary(self._global_counters()))
+            rank_zero_info(summarize(self._global_counters()))
         self._allow_validation(True)
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -325,7 +348,11 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     def _training_settings(self) -> RowSettings:
         loading = self._loading
         sequence = SequenceSettings(seed=loading.seed, shuffle=loading.shuffle, stop_mode=loading.stop_mode)
-        return self._row_settings(self._sources, sequence, drop_last=loading.drop_last)
+        settings = self._row_settings(self._sources, sequence, drop_last=loading.drop_last)
+        accumulate = 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
+        tokens = parse_token_count(loading.warmup.initial_tokens)
+        warmup = RowWarmup(loading.warmup.steps * accumulate, tokens) if loading.warmup.steps else None
+        return replace(settings, balance=loading.balance, warmup=warmup)
 
     def _evaluation_loader(self) -> EvaluationLoader:
         if self._validation is not None:
@@ -359,13 +386,17 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             multiple,
             self._loading.num_workers,
             drop_last=drop_last,
+            cut_to_fill=self._packing.cut_to_fill,
         )
 
     def _budget(self, multiple: int) -> Budget:
         counted = self.max_tokens_per_batch
         # Rounded down to the row's multiple, so that padding never exceeds the cap either.
         ratio = self._packing.physical_overflow_ratio if self._packing.count_mode == "effective" else 1.0
-        return Budget(counted, int(counted * ratio) // multiple * multiple, self._packing.max_docs_per_pack)
+        physical = int(counted * ratio) // multiple * multiple
+        if not self._packing.dynamic:
+            physical = -(-self._packing.documents_per_batch * self.max_seq_len // multiple) * multiple
+        return Budget(counted, physical, self._packing.max_docs_per_pack)
 
     def _global_counters(self) -> dict[str, int]:
         values = torch.tensor(list(self.counters.values()), dtype=torch.int64)
@@ -374,18 +405,3 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         if self._topology.host_group is not None:
             dist.all_reduce(values, group=self._topology.host_group)
         return dict(zip(COUNTERS, values.tolist(), strict=True))
-
-
-def _open_all(sources: Mapping[str, Any], field: str) -> list[Source]:
-    if not isinstance(sources, Mapping) or not sources:
-        fix = "Give at least one, such as {code: python-stdlib}."
-        raise ConfigurationError(field, "must be a mapping of sources by name", repr(sources), fix)
-    return [open_source(str(name), value) for name, value in sources.items()]
-
-
-def _summary(counters: Mapping[str, int]) -> str:
-    """One line: the counters that are not zero, and the fill."""
-    packed, padding = counters["tokens_packed"], counters["tokens_padding"]
-    parts = [f"{name.replace('_', ' ')} {value:,}" for name, value in counters.items() if value]
-    share = f"; padding {padding / (packed + padding):.2%} of the rows" if packed else ""
-    return f"Data: {', '.join(parts) or 'nothing read'}{share}."

@@ -46,6 +46,14 @@ class Document:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def part(self, start: int, stop: int) -> Document:
+        """Tokens ``start`` to ``stop`` as a document; this one if that is all of it."""
+        if (start, stop) == (0, len(self)):
+            return self
+        # Copies: a view would keep the whole document in memory while one piece waits in the pool.
+        labels = None if self.labels is None else self.labels[start:stop].copy()
+        return Document(self.source_id, self.number, self.start + start, self.input_ids[start:stop].copy(), labels)
+
 
 @dataclass(slots=True)
 class Draw:
@@ -167,20 +175,14 @@ class DocumentReader:
         if self.long_document == "truncate":
             counts["documents_truncated"] += 1
             counts["tokens_truncated"] += length - self.window
-            yield _piece(document, 0, self.window)
+            yield document.part(0, self.window)
             return
         counts["documents_split"] += 1
         for start in range(0, length, self.window):
-            yield _piece(document, start, min(start + self.window, length))
+            yield document.part(start, min(start + self.window, length))
 
 
 _TOO_LONG = "must not be longer than `max_seq_len` under long_document: error"
-
-
-def _piece(document: Document, start: int, stop: int) -> Document:
-    # Copies: a view would keep the whole document in memory while one piece waits in the pool.
-    labels = None if document.labels is None else document.labels[start:stop].copy()
-    return Document(document.source_id, document.number, start, document.input_ids[start:stop].copy(), labels)
 
 
 def _as_tokens(values: Any, field: str, place: str, lowest: int = 0) -> Tokens:

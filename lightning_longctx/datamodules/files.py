@@ -21,7 +21,7 @@ from lightning_longctx.datamodules.settings import nearest
 from lightning_longctx.datamodules.sources import IndexableSource, Source, SourceSettings, records_source
 from lightning_longctx.errors import ConfigurationError, DataError
 
-__all__ = ["JsonLinesSource", "TextFilesSource", "open_source"]
+__all__ = ["JsonLinesSource", "TextFilesSource", "open_source", "open_sources"]
 
 _JSON_LINES = {".jsonl", ".ndjson"}
 # Formats that would otherwise be read as text, silently wrong.
@@ -193,3 +193,15 @@ def _line_offsets(path: str, name: str) -> NDArray[np.int64]:
 
 # A line of one or two bytes is a line break: "{}" has no text and would be refused anyway.
 _BLANK = 2
+
+
+def open_sources(sources: Mapping[str, Any], field: str) -> list[Source]:
+    """Open all sources of a mapping by name, in its order.
+
+    Raises:
+        ConfigurationError: no source at all, or one that cannot be opened.
+    """
+    if not isinstance(sources, Mapping) or not sources:
+        fix = "Give at least one, such as {code: python-stdlib}."
+        raise ConfigurationError(field, "must be a mapping of sources by name", repr(sources), fix)
+    return [open_source(str(name), value) for name, value in sources.items()]

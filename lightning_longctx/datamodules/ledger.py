@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from lightning_longctx.datamodules.rows import RowState
+from lightning_longctx.datamodules.row_state import RowState
 
 __all__ = ["ConsumptionLedger"]
 

@@ -56,17 +56,18 @@ class RowIterator(Iterator[PackedBatch]):
         self._start = state
         self._rows = state.rows
         self._agreement = RowAgreement(
-            topology, plan.on_uneven_end, settings.budget.counted, settings.pad_to_multiple_of
+            topology, plan.on_uneven_end, settings.budget.counted, settings.pad_to_multiple_of, settings.balance
         )
         self._builder = RowBuilder(settings, deepcopy(plan.policy), state) if topology.is_reader else None
 
     def __next__(self) -> PackedBatch:
         with self._agreement:
-            own = self._builder.next_row() if self._builder is not None else None
-        row = self._agreement.exchange(own)
+            if self._builder is not None:
+                self._builder.plan()
+        row = self._agreement.exchange(self._builder)
         if row is None:
             if self._builder is not None:
-                self._builder.leave_over(row=own)
+                self._builder.leave_over()
             raise StopIteration
         self._rows += 1
         return row

@@ -14,7 +14,14 @@ from typing import Any
 from lightning_longctx.datamodules.selection import Budget, PoolView, ordered_greedy
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["BufferPolicy", "ContextAwareBufferPolicy", "FixedBufferPolicy", "PackingFacts"]
+__all__ = [
+    "LONG_CONTEXT",
+    "BufferPolicy",
+    "ContextAwareBufferPolicy",
+    "DocumentCountPolicy",
+    "FixedBufferPolicy",
+    "PackingFacts",
+]
 
 #: Where a count gate of 200 documents starts to cost minutes before the first row.
 LONG_CONTEXT = 131_072
@@ -119,6 +126,29 @@ class FixedBufferPolicy(BufferPolicy):
     def describe(self) -> str:
         """The gate."""
         return f"fixed: at least {self.size} documents and the tokens of a row"
+
+
+class DocumentCountPolicy(BufferPolicy):
+    """Gives the oldest documents, always the same number of them: what ``dynamic: false`` means.
+
+    Args:
+        count: documents of a row.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def is_ready(self, view: PoolView, budget: Budget) -> bool:
+        """Whether there are enough documents."""
+        return len(view.lengths) >= self.count
+
+    def select(self, view: PoolView, budget: Budget) -> list[int]:
+        """The oldest documents, as many as a row has; fewer at the end."""
+        return list(range(min(self.count, len(view.lengths))))
+
+    def describe(self) -> str:
+        """The number."""
+        return f"no token budget: {self.count} documents in each row"
 
 
 class ContextAwareBufferPolicy(BufferPolicy):

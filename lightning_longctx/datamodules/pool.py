@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,21 @@ class Candidate:
         labels = document.labels
         targets = length - 1 if labels is None else int((labels[1:] != IGNORE_INDEX).sum())
         return cls(document.source_id, document.number, document.start, length, targets, document)
+
+    def split(self, tokens: int) -> tuple[Candidate, Candidate]:
+        """Two candidates: the first ``tokens`` tokens, and the rest. Each is a document of its own.
+
+        Without the tokens at hand (after a resume) every position counts as a target but the first of each.
+        """
+        if self.document is not None:
+            parts = self.document.part(0, tokens), self.document.part(tokens, self.length)
+            head, tail = (Candidate.of(part) for part in parts)
+        else:
+            head = replace(self, length=tokens, targets=tokens - 1)
+            rest = self.length - tokens
+            tail = replace(self, start=self.start + tokens, length=rest, targets=rest - 1)
+        head.arrival = tail.arrival = self.arrival
+        return head, tail
 
 
 class DocumentPool:
@@ -98,6 +113,24 @@ class DocumentPool:
         chosen = [self._candidates[index] for index in indices]
         self._hold([entry for index, entry in enumerate(self._candidates) if index not in taken])
         return chosen
+
+    def cut(self, gap: int, worth: int) -> Candidate | None:
+        """Cut ``gap`` tokens off the beginning of the longest candidate; the rest of it keeps its place.
+
+        Args:
+            gap: tokens that are wanted.
+            worth: fewest tokens for which a document is cut.
+
+        Returns:
+            The piece; None if the gap is not worth it, or no candidate is longer.
+        """
+        index = max(range(len(self)), key=self._lengths.__getitem__, default=None)
+        if index is None or gap < max(worth, 1) or self._lengths[index] <= gap:
+            return None
+        whole = self._candidates[index]
+        head, tail = whole.split(gap)
+        self._hold([*self._candidates[:index], tail, *self._candidates[index + 1 :]])
+        return head
 
     def _hold(self, candidates: list[Candidate]) -> None:
         self._candidates = candidates

@@ -3,45 +3,53 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_longctx.batch import PackedBatch
+from lightning_longctx.datamodules.balance import planning_depth
 from lightning_longctx.datamodules.choosing import plan_row
 from lightning_longctx.datamodules.documents import Document, DocumentReader, Draw
 from lightning_longctx.datamodules.mixing import SequenceSettings
 from lightning_longctx.datamodules.packing import pack_documents
 from lightning_longctx.datamodules.policies import BufferPolicy
-from lightning_longctx.datamodules.pool import Candidate, DocumentPool, candidates_from_state, candidates_to_state
+from lightning_longctx.datamodules.pool import Candidate, DocumentPool
+from lightning_longctx.datamodules.row_state import COUNTERS, PlannedRow, RowState
 from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.sources import IndexableSource
-from lightning_longctx.datamodules.stream import Deal, DocumentStream, Share, open_stream
+from lightning_longctx.datamodules.stream import DocumentStream, Share, open_stream
 from lightning_longctx.errors import DataError
 
-__all__ = ["COUNTERS", "RowBuilder", "RowSettings", "RowState"]
+__all__ = ["COUNTERS", "RowBuilder", "RowSettings", "RowState", "RowWarmup"]
 
-#: Everything that is counted. tokens_read = tokens packed + dropped + truncated + left over + waiting in the pool.
-COUNTERS = (
-    "rows",
-    "documents_read",
-    "documents_packed",
-    "documents_split",
-    "documents_truncated",
-    "documents_without_tokens",
-    "documents_below_min_tokens",
-    "documents_above_max_tokens",
-    "documents_longer_than_window_dropped",
-    "documents_left_over",
-    "tokens_read",
-    "tokens_packed",
-    "tokens_padding",
-    "tokens_dropped",
-    "tokens_truncated",
-    "tokens_left_over",
-    "bad_records_skipped",
-)
+#: Fill that ``cut_to_fill`` reaches: the default target of the adaptive policy. A smaller gap is not worth a cut.
+CUT_TARGET = 0.998
+
+
+@dataclass(frozen=True)
+class RowWarmup:
+    """A budget that grows linearly from ``initial_tokens`` to the full one.
+
+    Attributes:
+        rows: micro-batches of a rank over which it grows.
+        initial_tokens: budget of the first row.
+    """
+
+    rows: int
+    initial_tokens: int
+
+    def budget(self, full: Budget, row: int, multiple: int) -> Budget:
+        """The budget of row number ``row`` of the run, rounded up to the row's multiple."""
+        if row >= self.rows:
+            return full
+        share = row / self.rows
+
+        def grown(tokens: int) -> int:
+            start = min(self.initial_tokens, tokens)
+            return min(tokens, -(-round(start + (tokens - start) * share) // multiple) * multiple)
+
+        return replace(full, counted=grown(full.counted), physical=grown(full.physical))
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,12 @@ class RowSettings:
         pad_to_multiple_of: length of a row, in which the sequence-parallel size is contained already.
         num_workers: processes that read.
         drop_last: whether rows below the budget at the end are left out.
+        cut_to_fill: whether one document is cut where whole ones leave a gap.
+        balance: whether rows are planned ahead, so that ranks can take rows of like cost together.
+        warmup: how the budget grows over the first rows; None for the full budget from the start.
+        cut_to_fill: whether one document is cut where whole ones leave a gap.
+        balance: whether rows are planned ahead, so that ranks can take rows of like cost together.
+        warmup: how the budget grows over the first rows; None for the full budget from the start.
     """
 
     reader: DocumentReader
@@ -65,90 +79,9 @@ class RowSettings:
     pad_to_multiple_of: int = 1
     num_workers: int = 0
     drop_last: bool = False
-
-
-@dataclass(frozen=True)
-class RowState:
-    """Where one rank is, between two rows. Holds references; :meth:`to_plain` makes the containers that are saved.
-
-    Attributes:
-        epoch: of the data: how many passes are complete.
-        finished: whether the epoch has no further row.
-        exhausted: whether the stream has ended (the pool may still hold documents).
-        rows: given in this epoch; the same on every rank.
-        dp_rank: whose state this is.
-        dp_size: the layout it was taken in.
-        deals: of earlier layouts in this epoch.
-        drawn: how many documents of its share this rank has taken from the stream.
-        num_workers: of the stream's snapshot.
-        stream: snapshot of the loader; None if there is none for this layout.
-        candidates: the pool, oldest first.
-        policy: what the policy remembers.
-        counters: what was read, packed, dropped since the run began.
-    """
-
-    epoch: int = 0
-    finished: bool = False
-    exhausted: bool = False
-    rows: int = 0
-    dp_rank: int = 0
-    dp_size: int = 1
-    deals: tuple[Deal, ...] = ()
-    drawn: int = 0
-    num_workers: int = 0
-    stream: dict[str, Any] | None = None
-    candidates: tuple[Candidate, ...] = ()
-    policy: dict[str, Any] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
-
-    def at_end(self, counters: dict[str, int]) -> RowState:
-        """This state, once it is known that no row follows. What is left over is counted, and not kept."""
-        return replace(self, finished=True, candidates=(), stream=None, counters=counters)
-
-    def next_epoch(self) -> RowState:
-        """The start of the following epoch; only the counters go on."""
-        return RowState(self.epoch + 1, dp_rank=self.dp_rank, dp_size=self.dp_size, counters=self.counters)
-
-    def to_plain(self, by_value: Sequence[bool]) -> dict[str, Any]:
-        """Plain containers and tensors.
-
-        Args:
-            by_value: for each source id, whether waiting documents are stored whole.
-        """
-        plain = {**vars(self), "deals": [list(deal.drawn) for deal in self.deals], "counters": dict(self.counters)}
-        plain["candidates"] = candidates_to_state(self.candidates, by_value)
-        return plain
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> RowState:
-        """The inverse of :meth:`to_plain`."""
-        deals = tuple(Deal(tuple(drawn)) for drawn in plain["deals"])
-        return cls(**{**plain, "deals": deals, "candidates": candidates_from_state(plain["candidates"])})
-
-    @staticmethod
-    def redeal(states: Sequence[RowState], dp_rank: int, dp_size: int) -> RowState:
-        """What remains of a run on ``len(states)`` ranks, for one rank of another number: none lost, none twice.
-
-        Args:
-            states: of all former data-parallel ranks, by rank.
-            dp_rank: the present rank.
-            dp_size: the present number.
-        """
-        first = states[0]
-        waiting = chain.from_iterable(zip_longest(*(state.candidates for state in states)))  # the oldest of each first
-        candidates = [candidate for candidate in waiting if candidate is not None]
-        counters = sum((Counter(state.counters) for state in states), Counter[str]()) if dp_rank == 0 else {}
-        return RowState(
-            epoch=first.epoch,
-            finished=first.finished,
-            exhausted=all(state.exhausted for state in states),
-            rows=first.rows,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            deals=(*first.deals, Deal(tuple(state.drawn for state in states))),
-            candidates=tuple(candidates[dp_rank::dp_size]),
-            counters=dict(counters),
-        )
+    cut_to_fill: bool = False
+    balance: bool = False
+    warmup: RowWarmup | None = None
 
 
 class RowBuilder:
@@ -166,67 +99,108 @@ class RowBuilder:
         self._state = state
         self._pool = DocumentPool(state.candidates, settings.count_targets)
         self._row = state.rows
+        self._planned = list(state.planned)
         self._counters = Counter(state.counters)
         self._drawn = state.drawn
         self._exhausted = state.exhausted
         self._loader: Any = None
         self._draws: Iterator[Draw] | None = None
+        if not settings.balance and len(self._planned) > 1:  # the new configuration wins: rows are chosen again
+            self._pool = DocumentPool(state.waiting, settings.count_targets)
+            self._planned = []
         # Another policy than the one that was saved starts afresh: the new configuration wins.
         if state.policy.get("class") == type(policy).__name__:
             policy.load_state_dict(state.policy["state"])
 
-    def next_row(self) -> PackedBatch | None:
-        """The next whole row, or None at the end of the epoch.
+    def plan(self) -> None:
+        """Choose rows ahead: one, or under ``balance`` as many as the ranks pick from. Fewer at the end of the epoch.
 
         Raises:
             DataError: a bad record under ``on_bad_record: error``, or a document that changed since the state was
-            saved.
+                saved. Everything that can fail for a row fails here, before the ranks agree on it.
         """
-        settings = self._settings
-        budget = settings.budget
-        chosen = plan_row(self._pool, self._policy, budget, self._row, self._draw)
-        self._row += 1
+        wanted = planning_depth(self._row) if self._settings.balance else 1
+        for planned in self._planned:  # after a resume
+            self._fetch(planned.candidates)
+        while len(self._planned) < wanted and (chosen := self._choose()):
+            self._fetch(chosen)
+            self._planned.append(PlannedRow(self._row, tuple(chosen)))
+
+    def offers(self) -> list[tuple[int, float]]:
+        """Of each planned row, oldest first: when it was planned, and what it costs. Empty at the end of the epoch."""
+        return [(planned.row, planned.cost) for planned in self._planned]
+
+    def give(self, index: int = 0) -> PackedBatch:
+        """Pack a planned row and take it out of the plan."""
+        budget, multiple = self._settings.budget, self._settings.pad_to_multiple_of
+        chosen = self._planned.pop(index).candidates
+        documents = [candidate.document for candidate in chosen if candidate.document is not None]
+        row = pack_documents(documents, budget.counted, multiple, max_tokens=budget.physical)
         tokens = sum(candidate.length for candidate in chosen)
-        if settings.drop_last and self._exhausted and self._pool.tokens + tokens < budget.counted:
-            self.leave_over(chosen)
-            return None
-        if not chosen:
-            return None
-        documents = [self._tokens_of(candidate) for candidate in chosen]
-        row = pack_documents(documents, budget.counted, settings.pad_to_multiple_of, max_tokens=budget.physical)
+        self._row += 1
         self._counters["rows"] += 1
         self._counters["documents_packed"] += len(chosen)
         self._counters["tokens_packed"] += tokens
         self._counters["tokens_padding"] += row["input_ids"].numel() - tokens
+        targets = sum(candidate.targets for candidate in chosen)
+        self._counters["rows_closed_by_cap"] += self._settings.count_targets and targets < budget.counted <= tokens
         return row
+
+    def next_row(self) -> PackedBatch | None:
+        """The next whole row of a rank on its own, or None at the end of the epoch."""
+        self.plan()
+        return self.give() if self._planned else None
 
     def state(self) -> RowState:
         """The state after the last row."""
         loader = self._loader
         return replace(
             self._state,
+            rows=self._row,
             exhausted=self._exhausted,
             drawn=self._drawn,
             num_workers=self._settings.num_workers,
             stream=self._state.stream if loader is None else loader.state_dict(),
             candidates=self._pool.candidates,
+            planned=tuple(self._planned),
             policy={"class": type(self._policy).__name__, "state": self._policy.state_dict()},
             counters=dict(self._counters),
         )
 
-    def leave_over(self, chosen: Sequence[Candidate] = (), row: PackedBatch | None = None) -> None:
-        """Count what will not be given: the pool, and documents or a row that were taken out of it already."""
-        waiting = [*chosen, *self._pool.take(range(len(self._pool)))]
-        self._counters["documents_left_over"] += len(waiting)
-        self._counters["tokens_left_over"] += sum(candidate.length for candidate in waiting)
-        if row is not None:
-            real = row["source_ids"] >= 0
-            self._counters["documents_left_over"] += int((row["document_keys"][:, 0] >= 0).sum())
-            self._counters["tokens_left_over"] += int(real.sum())
+    def leave_over(self) -> None:
+        """Count what will not be given: planned rows and the pool."""
+        waiting = [candidate for planned in self._planned for candidate in planned.candidates]
+        self._planned.clear()
+        self._count_left_over([*waiting, *self._pool.take(range(len(self._pool)))])
 
     def close(self) -> None:
         """End the worker processes."""
         self._draws = self._loader = None
+
+    def _choose(self) -> list[Candidate]:
+        """The candidates of one more row; none at the end of the epoch."""
+        settings = self._settings
+        row = self._row + len(self._planned)
+        budget = (
+            settings.budget
+            if settings.warmup is None
+            else settings.warmup.budget(settings.budget, self._state.earlier_rows + row, settings.pad_to_multiple_of)
+        )
+        chosen = plan_row(self._pool, self._policy, budget, row, self._draw)
+        left = budget.physical - sum(candidate.length for candidate in chosen)
+        if settings.cut_to_fill and chosen and not settings.count_targets:
+            piece = self._pool.cut(left, worth=round((1 - CUT_TARGET) * budget.physical))
+            if piece is not None:
+                self._counters["documents_cut"] += 1
+                chosen.append(piece)
+        if settings.drop_last and chosen and self._exhausted and self._pool.tokens < left:
+            self._count_left_over([*chosen, *self._pool.take(range(len(self._pool)))])
+            return []
+        return chosen
+
+    def _count_left_over(self, candidates: Sequence[Candidate]) -> None:
+        self._counters["documents_left_over"] += len(candidates)
+        self._counters["tokens_left_over"] += sum(candidate.length for candidate in candidates)
 
     def _draw(self) -> list[Candidate] | None:
         if self._exhausted:
@@ -256,16 +230,20 @@ class RowBuilder:
         draws: Iterator[Draw] = iter(self._loader)
         return draws
 
-    def _tokens_of(self, candidate: Candidate) -> Document:
-        """The tokens of a candidate, read again if only its number was saved."""
-        if candidate.document is not None:
-            return candidate.document
+    def _fetch(self, candidates: Iterable[Candidate]) -> None:
+        """Read again the tokens of candidates of which only the number was saved."""
+        for candidate in candidates:
+            if candidate.document is None:
+                candidate.document = self._read_again(candidate)
+
+    def _read_again(self, candidate: Candidate) -> Document:
         source = self._settings.reader.sources[candidate.source_id]
         assert isinstance(source, IndexableSource)
         draw = self._settings.reader.draw(candidate.source_id, candidate.number)
         for document in draw.documents:
-            if document.start == candidate.start and len(document) == candidate.length:
-                return document
+            offset = candidate.start - document.start
+            if offset >= 0 and offset + candidate.length <= len(document):
+                return document.part(offset, offset + candidate.length)
         got = f"{source.describe(candidate.number)}: {draw.error or [len(document) for document in draw.documents]}"
         fix = "Resume with the same files, tokenizer and window, or start anew."
         raise DataError(f"data.sources.{source.name}", "must give the tokens it gave before the stop", got, fix)

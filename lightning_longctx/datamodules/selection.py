@@ -86,6 +86,8 @@ def ordered_greedy(view: PoolView, budget: Budget, first: Sequence[int] = ()) ->
             chosen.append(index)
             counted -= count
             physical -= length
+    if not chosen:  # a budget that still grows, and a document that is longer: it goes alone
+        return Selection([0], 1.0)
     return Selection(chosen, max(1 - counted / budget.counted, 1 - physical / budget.physical))
 
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Literal, get_args
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import TokenCount, parse_token_count
 
 __all__ = [
     "MAX_DOCS_PER_PACK",
@@ -20,6 +21,7 @@ __all__ = [
     "OnUnevenEnd",
     "PackingSettings",
     "StopMode",
+    "WarmupSettings",
     "nearest",
 ]
 
@@ -40,6 +42,17 @@ def nearest(name: str, known: list[str]) -> str:
     return f"{hint}Known: {', '.join(known)}."
 
 
+def _check_choice(field: str, value: str, choices: object) -> None:
+    known = list(get_args(choices))
+    if value not in known:
+        raise ConfigurationError(field, "must be a known choice", repr(value), nearest(str(value), known))
+
+
+def _check_at_least(field: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(field, f"must be an integer of at least {least}", repr(value), "Change it.")
+
+
 @dataclass(frozen=True)
 class PackingSettings:
     """How documents become one row.
@@ -56,6 +69,12 @@ class PackingSettings:
         physical_overflow_ratio: under ``effective``, most tokens of a row as a multiple of the budget, at least 1.
             Default 1.5. The cap holds also for documents without any target.
         max_docs_per_pack: most documents of a row. Default 4096: many tiny documents stall variable-length kernels.
+        cut_to_fill: whether, where whole documents leave more than 0.2 % of a row empty, the longest waiting one is cut
+            to close the gap; its rest stays. Default false: a cut costs a document its context, which only pretraining
+            can afford. Not with ``count_mode: effective``.
+        dynamic: whether rows are filled to a token budget (default). False packs ``documents_per_batch`` documents into
+            each row, whatever their tokens, and asks no buffer policy.
+        documents_per_batch: documents of a row under ``dynamic: false``. Default 1.
 
     Raises:
         ConfigurationError: an unknown choice, a multiple or number below 1, or a ratio below 1.
@@ -66,6 +85,9 @@ class PackingSettings:
     count_mode: CountMode = "total"
     physical_overflow_ratio: float = 1.5
     max_docs_per_pack: int = MAX_DOCS_PER_PACK
+    cut_to_fill: bool = False
+    dynamic: bool = True
+    documents_per_batch: int = 1
 
     def __post_init__(self) -> None:
         _check_choice("packing.long_document", self.long_document, LongDocument)
@@ -75,7 +97,37 @@ class PackingSettings:
             got = self.physical_overflow_ratio
             raise ConfigurationError("packing.physical_overflow_ratio", "must be finite and at least 1", got, fix)
         _check_at_least("packing.max_docs_per_pack", self.max_docs_per_pack, 1)
+        _check_at_least("packing.documents_per_batch", self.documents_per_batch, 1)
+        if self.documents_per_batch > 1 and self.dynamic:
+            fix = "Set `packing.dynamic: false`, or leave it out."
+            count = self.documents_per_batch
+            raise ConfigurationError("packing.documents_per_batch", "needs `dynamic: false`", count, fix)
+        if self.cut_to_fill and (self.count_mode != "total" or not self.dynamic):
+            fix = "Leave one of them out."
+            rule = "needs `count_mode: total` and `dynamic: true`"
+            other = f"count_mode {self.count_mode}, dynamic {self.dynamic}"
+            raise ConfigurationError("packing.cut_to_fill", rule, other, fix)
         _check_at_least("packing.pad_to_multiple_of", self.pad_to_multiple_of, 1)
+
+
+@dataclass(frozen=True)
+class WarmupSettings:
+    """A token budget that grows over the first steps, linearly, to the full one.
+
+    Args:
+        steps: optimizer steps over which it grows. Default 0: none.
+        initial_tokens: budget of a micro-batch in the first step. Default 4096. A document that is longer goes alone.
+
+    Raises:
+        ConfigurationError: a negative number of steps, or no token.
+    """
+
+    steps: int = 0
+    initial_tokens: TokenCount = 4096
+
+    def __post_init__(self) -> None:
+        _check_at_least("loading.warmup.steps", self.steps, 0)
+        parse_token_count(self.initial_tokens, "data.loading.warmup.initial_tokens")
 
 
 @dataclass(frozen=True)
@@ -96,6 +148,10 @@ class LoadingSettings:
             counts it.
         on_uneven_end: when one data-parallel rank runs out first: ``stop`` (default) ends the epoch for all and counts
             what is left over; ``pad`` gives the others' remaining rows beside rows of padding, which have no weight.
+        balance: whether data-parallel ranks take rows of like attention cost together. Each plans 16 rows ahead and
+            picks by what the others could give, so the order of rows changes, and the first rows of an epoch are not
+            balanced yet. Default false: it pays where the step time follows attention, which ``longctx probe`` shows.
+        warmup: a token budget that grows over the first steps. Default: none.
         drop_last: whether rows below the budget at the end of an epoch are left out (and counted). Default false: a
             short row is right under the exact token mean.
 
@@ -110,6 +166,8 @@ class LoadingSettings:
     on_bad_record: OnBadRecord = "error"
     on_uneven_end: OnUnevenEnd = "stop"
     drop_last: bool = False
+    balance: bool = False
+    warmup: WarmupSettings = WarmupSettings()
 
     def __post_init__(self) -> None:
         _check_choice("loading.stop_mode", self.stop_mode, StopMode)
@@ -117,14 +175,3 @@ class LoadingSettings:
         _check_choice("loading.on_uneven_end", self.on_uneven_end, OnUnevenEnd)
         _check_at_least("loading.num_workers", self.num_workers, 0)
         _check_at_least("loading.seed", self.seed, 0)
-
-
-def _check_choice(field: str, value: str, choices: object) -> None:
-    known = list(get_args(choices))
-    if value not in known:
-        raise ConfigurationError(field, "must be a known choice", repr(value), nearest(str(value), known))
-
-
-def _check_at_least(field: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(field, f"must be an integer of at least {least}", repr(value), "Change it.")

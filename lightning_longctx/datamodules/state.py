@@ -46,7 +46,7 @@ def restore_state(saved: Mapping[str, Any], settings: RowSettings, topology: Top
         got = f"no state of {missing} of {saved['dp_size']}"
         raise ConfigurationError("data", "state must hold the data-parallel ranks", got, "Load a gathered state.")
     states = [RowState.from_plain(saved["ranks"][rank]) for rank in needed]
-    longest = max((candidate.length for state in states for candidate in state.candidates), default=0)
+    longest = max((candidate.length for state in states for candidate in state.waiting), default=0)
     if longest > settings.reader.window:
         got = f"{settings.reader.window} where a document of {longest} tokens waits"
         raise ConfigurationError(

@@ -71,8 +71,9 @@ def _draw_fills(axes: Axes, policies: Sequence[PolicyFigures]) -> None:
 def _draw_first_rows(axes: Axes, policies: Sequence[PolicyFigures]) -> None:
     for number, policy in enumerate(policies):
         assert policy.documents is not None
-        axes.barh(policy.name, policy.documents.slowest, color=_COLOURS[number % len(_COLOURS)], alpha=0.85)
-        axes.text(policy.documents.slowest, policy.name, f" {policy.documents.slowest:,.0f}", va="center")
+        axes.barh(number, policy.documents.slowest, color=_COLOURS[number % len(_COLOURS)], alpha=0.85)
+        axes.text(policy.documents.slowest, number, f" {policy.documents.slowest:,.0f}", va="center")
+    axes.set_yticks(list(range(len(policies))), [policy.name for policy in policies])
     axes.invert_yaxis()
     axes.margins(x=0.15)
     _name(axes, "Before the first micro-batch", "documents read by the slowest rank", "")

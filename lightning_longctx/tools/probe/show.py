@@ -54,7 +54,7 @@ def describe_row(row: PackedBatch, decode: Decode, source_names: Sequence[str]) 
     trained = int((row["shift_labels"] != IGNORE_INDEX).sum())
     padding = int((row["source_ids"] < 0).sum())
     real = sum(source >= 0 for source, _ in keys)
-    lines = [f"{bounds[-1]:,} tokens: {real:,} documents, {trained:,} trained tokens, {padding:,} of padding"]
+    lines = [f"{bounds[-1]:,} tokens; documents: {real:,}, trained tokens: {trained:,}, padding: {padding:,}"]
     for index in _ends(range(len(keys)), _DOCUMENTS):
         if index is None:
             lines.append(f"  ... {len(keys) - _DOCUMENTS - _DOCUMENTS // 3:,} more documents ...")
