@@ -171,8 +171,8 @@ def main() -> None:
         if not arguments.cases or case.name in arguments.cases:
             results[case.name] = measure(case, ways, arguments.repeats)
             print(row(case, results[case.name]), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            if arguments.json:  # after each case, since a whole run takes long on a small machine
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

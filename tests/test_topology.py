@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,8 +160,12 @@ def test_a_strategy_that_does_not_tell_its_replicas_is_refused() -> None:
 def _second_world() -> tuple[float, float]:
     results = []
     strategy = _Strategy(world_size=2, global_rank=0)
-    for _ in range(2):
-        dist.init_process_group("gloo")
+    for world in (
+        "first",
+        "second",
+    ):  # a place of its own for each: the ranks meet before the old one is gone everywhere
+        rank, meeting = int(os.environ["RANK"]), f"file://{Path(world).resolve()}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
         strategy.global_rank = dist.get_rank()
         one = torch.tensor(1.0)
         dist.all_reduce(one, group=topology_of(SimpleNamespace(strategy=strategy)).host_group)

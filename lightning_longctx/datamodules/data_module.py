@@ -30,8 +30,8 @@ from lightning_longctx.datamodules.policies import (
 )
 from lightning_longctx.datamodules.row_state import COUNTERS, RowState, summarize
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowWarmup
-from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings
+from lightning_longctx.datamodules.sizes import accumulation, check_budget, row_budget
 from lightning_longctx.datamodules.sources import Source, SourceSettings
 from lightning_longctx.datamodules.state import restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
@@ -137,33 +137,14 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         Raises:
             ConfigurationError: sizes that do not divide, with the arithmetic.
         """
-        multiple = lcm(self._packing.pad_to_multiple_of, sp_size)
-        rest = self.max_tokens_per_batch % multiple
-        if rest:
-            raise ConfigurationError(
-                "data.max_seq_len",
-                f"times micro_batch_size must be a multiple of {multiple}, which is the least common multiple of "
-                f"pad_to_multiple_of = {self._packing.pad_to_multiple_of} and sequence_parallel_size = {sp_size}",
-                f"{self.max_tokens_per_batch} = {self.max_tokens_per_batch // multiple} x {multiple} + {rest}",
-                f"Use {self.max_tokens_per_batch - rest or multiple} tokens.",
-            )
+        check_budget(self.max_tokens_per_batch, self._packing, sp_size)
         self._accumulation(dp_size)
 
     def _accumulation(self, dp_size: int) -> int | None:
         """Micro-batches of a step that ``global_batch_tokens`` asks for."""
         if self._global_batch_tokens is None:
             return None
-        tokens = self.max_tokens_per_batch * dp_size
-        steps, rest = divmod(self._global_batch_tokens, tokens)
-        if rest or not steps:
-            raise ConfigurationError(
-                "data.global_batch_tokens",
-                f"must be a multiple of one micro-batch on all ranks: {self.max_tokens_per_batch} tokens x {dp_size} "
-                f"data-parallel ranks = {tokens}",
-                f"{self._global_batch_tokens} = {steps} x {tokens} + {rest}",
-                f"Use {steps * tokens} or {(steps + 1) * tokens}." if steps else f"Use {tokens} or more.",
-            )
-        return steps
+        return accumulation(self._global_batch_tokens, self.max_tokens_per_batch, dp_size)
 
     # -- Lightning's hooks ---------------------------------------------------------------------------------------------
 
@@ -255,7 +236,12 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         """
         settings, multiple = self._training_settings(), lcm(self._packing.pad_to_multiple_of, topology.sp_size)
         sequence = settings.sequence if seed is None else replace(settings.sequence, seed=seed)
-        settings = replace(settings, sequence=sequence, budget=self._budget(multiple), pad_to_multiple_of=multiple)
+        settings = replace(
+            settings,
+            sequence=sequence,
+            budget=row_budget(self._packing, self.max_tokens_per_batch, self.max_seq_len, multiple),
+            pad_to_multiple_of=multiple,
+        )
         return kind(settings, deepcopy(self._policy), RowState(dp_rank=topology.dp_rank, dp_size=topology.dp_size))
 
     def val_dataloader(self) -> EvaluationLoader:
@@ -381,22 +367,13 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         return RowSettings(
             reader,
             sequence,
-            self._budget(multiple),
+            row_budget(self._packing, self.max_tokens_per_batch, self.max_seq_len, multiple),
             self._packing.count_mode == "effective",
             multiple,
             self._loading.num_workers,
             drop_last=drop_last,
             cut_to_fill=self._packing.cut_to_fill,
         )
-
-    def _budget(self, multiple: int) -> Budget:
-        counted = self.max_tokens_per_batch
-        # Rounded down to the row's multiple, so that padding never exceeds the cap either.
-        ratio = self._packing.physical_overflow_ratio if self._packing.count_mode == "effective" else 1.0
-        physical = int(counted * ratio) // multiple * multiple
-        if not self._packing.dynamic:
-            physical = -(-self._packing.documents_per_batch * self.max_seq_len // multiple) * multiple
-        return Budget(counted, physical, self._packing.max_docs_per_pack)
 
     def _global_counters(self) -> dict[str, int]:
         values = torch.tensor(list(self.counters.values()), dtype=torch.int64)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeAlias
 
-from lightning_longctx.datamodules import Budget, BufferPolicy, DynamicBatchingDataModule
+from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.datamodules.choosing import POLICIES, resolve_policy
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.configuration import ReadConfiguration, RunConfiguration, layout_of
@@ -17,10 +20,12 @@ from lightning_longctx.tools.probe.plot import can_plot, require_plot, save_plot
 from lightning_longctx.tools.probe.replay import replay
 from lightning_longctx.tools.probe.report import ProbeReport
 from lightning_longctx.tools.probe.show import decoder_of, describe_row
-from lightning_longctx.tools.probe.streams import Stream, WatchedRows, read_stream
+from lightning_longctx.tools.probe.streams import MeasuredRows, Stream, read_streams
 from lightning_longctx.topology import Topology
 
 __all__ = ["main", "probe"]
+
+Tell: TypeAlias = Callable[[str], object]
 
 
 def main(words: Sequence[str], read: ReadConfiguration) -> int:
@@ -49,7 +54,7 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     data.check(layout.sp_size)
     _complete_tokenizer(data, configuration)
     _make_folders(options)
-    report, shown = probe(data, options, layout.sp_size)
+    report, shown = probe(data, options, layout.sp_size, tell=partial(print, file=sys.stderr))
     print(report.to_text())
     for line in shown:
         print(line)
@@ -57,13 +62,16 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     return 1 if report.problems else 0
 
 
-def probe(data: DynamicBatchingDataModule, options: ProbeOptions, sp_size: int = 1) -> tuple[ProbeReport, list[str]]:
+def probe(
+    data: DynamicBatchingDataModule, options: ProbeOptions, sp_size: int = 1, tell: Tell | None = None
+) -> tuple[ProbeReport, list[str]]:
     """Measure the configured policy, and let the others choose from what was read.
 
     Args:
         data: the data module; its tokenizer is known.
         options: ``micro_batches``, ``dp``, ``seeds``, ``min_fill`` and ``show`` are read.
         sp_size: sequence-parallel size.
+        tell: called with a line after each seed; None for silence.
 
     Returns:
         The report, and the lines of ``--show``.
@@ -76,21 +84,25 @@ def probe(data: DynamicBatchingDataModule, options: ProbeOptions, sp_size: int =
     topologies = [
         Topology(rank * sp_size, dp_size * sp_size, rank, dp_size, sp_size=sp_size) for rank in range(dp_size)
     ]
-    streams: list[Stream] = []
+    measured: list[list[Stream]] = []  # by seed
     for seed in options.seeds or (None,):
-        for topology in topologies:
-            keep = 0 if streams else options.show
-            streams.append(read_stream(data, topology, seed, options.micro_batches, keep))
-            _check_has_rows(streams[-1], dp_size)
-    template = data.row_builder(topologies[0], kind=WatchedRows)
-    assert isinstance(template, WatchedRows)
-    settings = template.settings
-    policies = _compare(data, streams, template.watched.policy, settings.budget, options, settings.count_targets)
-    names, decode = data.source_names, decoder_of(settings.reader.tokenize)
+        start = perf_counter()
+        measured.append(read_streams(data, topologies, seed, options.micro_batches, 0 if measured else options.show))
+        _check_rows(measured[-1])
+        if tell is not None:
+            tell(f"Seed {measured[-1][0].seed}: {dp_size} rank(s) read in {perf_counter() - start:.1f} s.")
+    rows = _configured(data, topologies[0])
+    settings, first = rows.settings, measured[0][0]
+    policies = _compare(data, measured, rows, options.micro_batches)
+    decode = decoder_of(settings.reader.tokenize)
     shown = [
         line
-        for number, row in enumerate(streams[0].kept)
-        for line in (f"Row {number + 1} of rank 0, seed {streams[0].seed}: ", *describe_row(row, decode, names), "")
+        for number, row in enumerate(first.kept)
+        for line in (
+            f"Row {number + 1} of rank 0, seed {first.seed}:",
+            *describe_row(row, decode, data.source_names),
+            "",
+        )
     ]
     facts = {
         "max_seq_len": data.max_seq_len,
@@ -99,38 +111,42 @@ def probe(data: DynamicBatchingDataModule, options: ProbeOptions, sp_size: int =
         "data_parallel_ranks": dp_size,
         "sequence_parallel_size": sp_size,
         "micro_batches": options.micro_batches,
-        "seeds": list(dict.fromkeys(stream.seed for stream in streams)),
+        "seeds": [streams[0].seed for streams in measured],
         "policy": policies[0].name,
+        "balance": settings.balance,
         "min_fill": options.min_fill,
     }
-    lengths = (entry.length for stream in streams for draw in stream.draws for entry in draw.entries)
+    lengths = (
+        entry.length for streams in measured for stream in streams for draw in stream.draws for entry in draw.entries
+    )
     problems = [] if options.min_fill is None else _below(policies[0], options.min_fill)
     return ProbeReport(facts, policies, histogram(lengths), problems), shown
 
 
+def _configured(data: DynamicBatchingDataModule, topology: Topology) -> MeasuredRows:
+    """Rows that are only asked for their settings."""
+    rows = data.row_builder(topology, kind=MeasuredRows)
+    assert isinstance(rows, MeasuredRows)
+    return rows
+
+
 def _compare(
-    data: DynamicBatchingDataModule,
-    streams: Sequence[Stream],
-    configured: BufferPolicy,
-    budget: Budget,
-    options: ProbeOptions,
-    count_targets: bool,
+    data: DynamicBatchingDataModule, measured: Sequence[Sequence[Stream]], rows: MeasuredRows, micro_batches: int
 ) -> list[PolicyFigures]:
-    own = next((name for name, make in POLICIES.items() if make is type(configured)), type(configured).__name__)
+    own = next((name for name, make in POLICIES.items() if make is type(rows.policy)), type(rows.policy).__name__)
     window = data.max_tokens_per_batch
-    found = [policy_figures(own, configured.describe(), streams, window, measured=True)]
+    streams = [stream for of_seed in measured for stream in of_seed]
+    found = [policy_figures(own, rows.policy.describe(), streams, window, measured=True)]
     for name in POLICIES:
         if name == own:
             continue
+        make = partial(resolve_policy, name, data.packing_facts)
         try:
-            gate = resolve_policy(name, data.packing_facts).describe()
+            gate = make().describe()
         except ConfigurationError as error:
             found.append(policy_figures(name, name, [], window, measured=False, refused=str(error)))
             continue
-        replayed = [
-            replay(resolve_policy(name, data.packing_facts), stream, budget, options.micro_batches, count_targets)
-            for stream in streams
-        ]
+        replayed = [stream for of_seed in measured for stream in replay(make, of_seed, rows.settings, micro_batches)]
         found.append(policy_figures(name, gate, replayed, window, measured=False))
     return found
 
@@ -150,11 +166,12 @@ def _below(policy: PolicyFigures, least: float) -> list[str]:
     return problems
 
 
-def _check_has_rows(stream: Stream, dp_size: int) -> None:
-    if not stream.rows:
-        got = f"none for rank {stream.rank} of {dp_size} (seed {stream.seed})"
-        fix = "Lower --dp, or give more documents; check limits on lengths and `drop_last`."
-        raise ConfigurationError("data.sources", "must give each data-parallel rank a row", got, fix)
+def _check_rows(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        if not stream.rows:
+            got = f"none for rank {stream.rank} of {len(streams)} (seed {stream.seed})"
+            fix = "Lower --dp, or give more documents; check limits on lengths and `drop_last`."
+            raise ConfigurationError("data.sources", "must give each data-parallel rank a row", got, fix)
 
 
 def _data_module(configuration: RunConfiguration) -> DynamicBatchingDataModule:
@@ -168,9 +185,7 @@ def _data_module(configuration: RunConfiguration) -> DynamicBatchingDataModule:
 
 def _complete_tokenizer(data: DynamicBatchingDataModule, configuration: RunConfiguration) -> None:
     """Get the model's tokenizer where the configuration says `from_model`; the model itself gets no weights."""
-    rows = data.row_builder(Topology(), kind=WatchedRows)
-    assert isinstance(rows, WatchedRows)
-    if rows.settings.reader.tokenize is None:
+    if _configured(data, Topology()).settings.reader.tokenize is None:
         data.use_tokenizer_of(configuration.build("model"))
 
 

@@ -67,15 +67,14 @@ class ProbeReport:
             "# longctx probe",
             "",
             f"{sizes}, sequence_parallel_size {facts['sequence_parallel_size']}, "
-            f"{facts['micro_batches']} micro-batches a rank, seed {seeds}. Measured: {self.policies[0].gate}.",
-            "The other policies chose from the lengths that were read.",
+            f"{facts['micro_batches']} micro-batches a rank, seed {seeds}.",
+            f"Measured: {self.policies[0].gate}. The other policies chose from the lengths that were read.",
             "",
             "## Policies",
             "",
-            *_table(
-                _POLICY_HEAD, (_policy_row(policy, self.policies[0]) for policy in self.policies if not policy.refused)
-            ),
-            *[f"- {policy.name}: refused: {policy.refused}" for policy in self.policies if policy.refused],
+            *_table(_POLICY_HEAD, (_policy_row(policy, self.policies[0]) for policy in self.policies)),
+            "",
+            *_LEGEND,
             "",
             "## Ranks (measured)",
             "",
@@ -93,8 +92,9 @@ class ProbeReport:
         measured, remarks = self.policies[0], list(self.problems)
         ratio, lost = measured.mean_imbalance, measured.lost_to_imbalance
         if ratio is not None and lost is not None and ratio > _UNEVEN:
+            advice = "" if self.facts["balance"] else " `data.loading.balance: true` evens it out."
             remarks.append(
-                f"Ranks differ in attention work by {ratio:.2f} (largest / mean): {lost:.0%} of its time is waiting."
+                f"Attention work is uneven, {ratio:.2f} times the mean: {lost:.0%} of its time is lost.{advice}"
             )
         tails = sum(rank.tail_rows for rank in measured.ranks)
         if tails:
@@ -102,11 +102,8 @@ class ProbeReport:
         least, most = (pick(rank.rows for rank in measured.ranks) for pick in (min, max))
         if least != most:
             remarks.append(f"Ranks gave {least} to {most} rows: a run stops, or pads, at the first that ends.")
-        late = [policy.name for policy in self.policies if not policy.refused and policy.documents is None]
-        if late:
-            remarks.append(
-                f"{', '.join(late)}: not enough was read for a first row on each rank; raise --micro-batches."
-            )
+        if any(policy.documents is None and not policy.refused for policy in self.policies):
+            remarks.append("To compare all policies, read more documents: raise --micro-batches.")
         return [f"- {remark}" for remark in remarks]
 
     def save(self, folder: Path) -> None:
@@ -119,37 +116,37 @@ class ProbeReport:
         )
 
 
+# Short, so that a table fits a terminal; _LEGEND explains them below it.
 _POLICY_HEAD = (
     "policy",
-    "documents to first row: p50 / slowest / skew",
-    "seconds: p50 / slowest / skew",
-    "first fill %",
-    "steady fill %",
-    "worst row %",
-    "longest wait, rows",
-    "peak pool, windows",
-    "order drift %",
-    "attention max/mean",
+    "documents",
+    "seconds",
+    "first %",
+    "steady %",
+    "worst %",
+    "wait",
+    "pool",
+    "drift %",
+    "attention",
+    "rows",
     "choice",
 )
-_RANK_HEAD = (
-    "seed",
-    "rank",
-    "documents to first row",
-    "seconds",
-    "first fill %",
-    "steady fill %",
-    "rows",
-    "longest wait, rows",
-    "peak pool, windows",
-    "choice",
+_RANK_HEAD = ("seed", "rank", "documents", "seconds", "first %", "steady %", "rows", "wait", "pool", "choice")
+
+_LEGEND = (
+    "documents, seconds: up to the first row; p50 / slowest rank / slowest over p50. ~: as long as reading took.",
+    "first, steady, worst %: source fill of the first row, of the later ones, and of the emptiest later row of a rank.",
+    "wait: most rows that a document waited. pool: most tokens that waited, in rows. rows: of the rank with fewest.",
+    "drift %: length of the documents in the first third of the rows against all. attention: largest / mean of ranks.",
 )
 
 
 def _policy_row(policy: PolicyFigures, measured: PolicyFigures) -> tuple[str, ...]:
+    if policy.refused:
+        return (policy.name, f"refused: {policy.refused}")
     if policy.documents is None:
-        read = max(rank.documents for rank in policy.ranks)
-        return (policy.name, f"more than the {read:,} read", *[_NONE] * (len(_POLICY_HEAD) - 2))
+        read = min(rank.documents for rank in policy.ranks if not rank.rows)
+        return (policy.name, f"no first row on some rank within the {read:,} documents that were read there")
     same = [rank.choice for rank in policy.ranks] == [rank.choice for rank in measured.ranks]
     return (
         policy.name,
@@ -162,6 +159,7 @@ def _policy_row(policy: PolicyFigures, measured: PolicyFigures) -> tuple[str, ..
         f"{max(rank.peak_windows for rank in policy.ranks):.1f}",
         _NONE if policy.order_drift is None else f"{100 * policy.order_drift:+.1f}",
         _NONE if policy.mean_imbalance is None else f"{policy.mean_imbalance:.2f}",
+        f"{min(rank.rows for rank in policy.ranks):,}",
         "measured" if policy.measured else "the same" if same else "another",
     )
 
@@ -190,10 +188,12 @@ def _bucket_rows(buckets: Sequence[Bucket]) -> Iterable[tuple[str, ...]]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table. A row with fewer cells ends in a sentence, which may be longer than its column."""
     cells = [tuple(head), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    whole = [row for row in cells if len(row) == len(head)]
+    widths = [max(len(row[column]) for row in whole) for column in range(len(head))]
     lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + " |" for row in cells
     ]
     return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 

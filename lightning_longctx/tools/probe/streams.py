@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
 from lightning_longctx.batch import IGNORE_INDEX, PackedBatch
 from lightning_longctx.datamodules import Budget, BufferPolicy, DynamicBatchingDataModule, PoolView
+from lightning_longctx.datamodules.balance import pick_rows
 from lightning_longctx.datamodules.pool import Candidate
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowState
 from lightning_longctx.strategies.rows import RowSharder
 from lightning_longctx.topology import Topology
 
-__all__ = ["Draw", "Entry", "Row", "Stream", "WatchedPolicy", "WatchedRows", "read_stream"]
+__all__ = ["Draw", "Entry", "MeasuredRows", "Row", "Stream", "WatchedRows", "advance_together", "read_streams"]
 
 
 class Entry(NamedTuple):
@@ -45,9 +47,9 @@ class Row(NamedTuple):
     Attributes:
         documents: (source id, number, tokens) of each, in order of packing, without padding.
         fill: what the budget counts of it (tokens, or targets), over the budget.
-        tail: whether the stream had ended when the row was made.
+        tail: whether the stream had ended when the row was chosen.
         wait: most rows that a document of it had waited.
-        pool_documents: documents that waited before the row was taken.
+        pool_documents: documents that waited before the row was chosen.
         pool_tokens: their tokens.
     """
 
@@ -84,122 +86,189 @@ class Stream:
     kept: list[PackedBatch] = field(default_factory=list)
 
 
-class WatchedPolicy(BufferPolicy):
-    """Chooses as another policy, and notes what it chose from.
+class _Choice(NamedTuple):
+    arrival: int  # row number at which the oldest of the chosen documents came
+    pool_documents: int
+    pool_tokens: int
+    budget: int
+    tail: bool
 
-    Args:
-        policy: the other policy, resolved.
-    """
 
-    def __init__(self, policy: BufferPolicy) -> None:
+class _WatchedPolicy(BufferPolicy):
+    """Chooses as another policy, and tells what it chose from."""
+
+    def __init__(self, policy: BufferPolicy, note: Callable[[PoolView, Budget, list[int]], None]) -> None:
         self.policy = policy
-        self.choices: list[tuple[int, int, int, int]] = []  # wait, documents and tokens of the pool, budget
+        self._note = note
 
     def is_ready(self, view: PoolView, budget: Budget) -> bool:
-        """As the other policy."""
         return self.policy.is_ready(view, budget)
 
     def select(self, view: PoolView, budget: Budget) -> list[int]:
-        """As the other policy."""
         indices = self.policy.select(view, budget)
-        wait = view.row - min(view.arrivals[index] for index in indices)
-        self.choices.append((wait, len(view.lengths), view.tokens, budget.counted))
+        self._note(view, budget, indices)
         return indices
 
     def describe(self) -> str:
-        """As the other policy."""
         return self.policy.describe()
 
     def state_dict(self) -> dict[str, Any]:
-        """As the other policy."""
         return self.policy.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As the other policy."""
         self.policy.load_state_dict(state)
-
-    def latest(self) -> tuple[int, int, int, int]:
-        """Largest values since the last call: wait, documents and tokens of the pool, budget. There was a choice."""
-        choices, self.choices = self.choices, []
-        wait, documents, tokens, budget = (max(values) for values in zip(*choices, strict=True))
-        return wait, documents, tokens, budget
 
 
 class WatchedRows(RowBuilder):
-    """The rows of training, with a record of all that was read."""
+    """The rows of training, with a record of what was chosen.
+
+    Attributes:
+        settings: as given.
+        policy: as given.
+        rows: what was chosen so far.
+        first_documents: documents read before the first row; all so far while there is none.
+        first_seconds: time to the first row; all so far while there is none.
+        ended: whether the documents have ended.
+        starved: whether a choice needed documents that a record does not hold; always false where they are read.
+    """
 
     def __init__(self, settings: RowSettings, policy: BufferPolicy, state: RowState) -> None:
-        self.watched = WatchedPolicy(policy)
-        super().__init__(settings, self.watched, state)
+        super().__init__(settings, _WatchedPolicy(policy, self._note), state)
         self.settings = settings
+        self.policy = policy
+        self.rows: list[Row] = []
+        self.first_documents, self.first_seconds = 0, 0.0
+        self.ended = self.starved = False
+        self._choices: list[_Choice] = []  # of the planned rows
+
+    def advance(self, index: int = 0) -> None:
+        """Make a planned row."""
+        choice = self._choices.pop(index)
+        documents, counted = self._make(index)
+        wait = max(0, len(self.rows) - choice.arrival)
+        fill = counted / choice.budget
+        self.rows.append(Row(documents, fill, choice.tail, wait, choice.pool_documents, choice.pool_tokens))
+
+    @abstractmethod
+    def _make(self, index: int) -> tuple[tuple[tuple[int, int, int], ...], int]:
+        """The documents of a planned row, which is taken out of the plan, and what the budget counts of them."""
+
+    def _note(self, view: PoolView, budget: Budget, indices: list[int]) -> None:
+        arrival = min(view.arrivals[index] for index in indices)
+        self._choices.append(_Choice(arrival, len(view.lengths), view.tokens, budget.counted, self.ended))
+
+
+class MeasuredRows(WatchedRows):
+    """Reads, packs and slices."""
+
+    def __init__(self, settings: RowSettings, policy: BufferPolicy, state: RowState) -> None:
+        super().__init__(settings, policy, state)
         self.draws: list[Draw] = []
-        self.ended = False
-        self._seconds = 0.0
+        self.kept: list[PackedBatch] = []
+        self.keep = 0  # how many of the first rows
+        self.sharder = RowSharder(Topology())
+        self._reading = 0.0
+
+    def plan(self) -> None:
+        """As in training, timed."""
+        start = perf_counter()
+        super().plan()
+        self._spend(start)
+
+    def advance(self, index: int = 0) -> None:
+        """As in training, timed."""
+        start = perf_counter()
+        super().advance(index)
+        if len(self.rows) == 1:
+            self.first_seconds += perf_counter() - start
+
+    def _spend(self, start: float) -> None:
+        if not self.rows:
+            self.first_seconds += perf_counter() - start
+            self.first_documents = sum(len(draw.entries) for draw in self.draws)
+
+    def _make(self, index: int) -> tuple[tuple[tuple[int, int, int], ...], int]:
+        batch = self.give(index)
+        self.sharder.shard(batch, batch)
+        self.kept.extend([batch] if len(self.kept) < self.keep else [])
+        keys, lengths = batch["document_keys"].tolist(), batch["cu_seqlens"].diff().tolist()
+        documents = tuple(
+            (source, number, length)
+            for (source, number), length in zip(keys, lengths, strict=True)
+            if source >= 0  # no padding
+        )
+        if self.settings.count_targets:
+            return documents, int((batch["shift_labels"] != IGNORE_INDEX).sum())
+        return documents, sum(length for _, _, length in documents)
 
     def _draw(self) -> list[Candidate] | None:
         start = perf_counter()
         candidates = super()._draw()
-        self._seconds += perf_counter() - start
+        self._reading += perf_counter() - start
         if candidates is None:
             self.ended = True
             return None
         entries = tuple(Entry(c.source_id, c.number, c.start, c.length, c.targets) for c in candidates)
-        self.draws.append(Draw(entries, self._seconds))
+        self.draws.append(Draw(entries, self._reading))
         return candidates
 
 
-def read_stream(
-    data: DynamicBatchingDataModule, topology: Topology, seed: int | None, micro_batches: int, keep: int = 0
-) -> Stream:
-    """Make the rows of one data-parallel rank as training would, and slice each as its reader rank does.
+def advance_together(ranks: Sequence[WatchedRows], micro_batches: int) -> None:
+    """Make rows of all ranks step by step, each rank until it has as many as asked for or none is left.
+
+    Args:
+        ranks: with ``balance`` all data-parallel ranks, since each picks by what the others could give.
+        micro_batches: most rows of a rank.
+    """
+    going = list(ranks)
+    for _ in range(micro_batches):
+        for rank in going:
+            rank.plan()
+        going = [rank for rank in going if rank.offers() and not rank.starved]
+        for rank, index in zip(going, pick_rows([rank.offers() for rank in going]), strict=True):
+            rank.advance(index)
+
+
+def read_streams(
+    data: DynamicBatchingDataModule, topologies: Sequence[Topology], seed: int | None, micro_batches: int, keep: int
+) -> list[Stream]:
+    """Make the rows of all data-parallel ranks as training would, and slice each as its reader rank does.
 
     Args:
         data: the data module.
-        topology: ranks and sizes; without groups.
+        topologies: one for each rank, without groups.
         seed: of the order of documents; None for that of the configuration.
         micro_batches: rows to make; fewer if the documents end.
-        keep: how many of the first rows to keep.
+        keep: how many of the first rows of the first rank to keep.
 
     Raises:
         DataError: a bad record, as in training.
         BatchContractError: a row that breaks a rule.
     """
-    builder = data.row_builder(topology, seed, WatchedRows)
-    assert isinstance(builder, WatchedRows)
-    sharder = RowSharder(topology)
-    rows: list[Row] = []
-    kept: list[PackedBatch] = []
-    documents, seconds, start = 0, 0.0, perf_counter()
-    try:
-        while len(rows) < micro_batches and (batch := builder.next_row()) is not None:
-            sharder.shard(batch, batch)
-            if not rows:
-                seconds, documents = perf_counter() - start, _documents(builder.draws)
-            rows.append(_row(batch, builder))
-            kept.extend([batch] if len(kept) < keep else [])
-    finally:
-        builder.close()
-    return Stream(
-        seed=builder.settings.sequence.seed,
-        rank=topology.dp_rank,
-        rows=rows,
-        first_documents=documents if rows else _documents(builder.draws),
-        first_seconds=seconds if rows else perf_counter() - start,
-        draws=builder.draws,
-        ended=builder.ended,
-        kept=kept,
-    )
-
-
-def _documents(draws: list[Draw]) -> int:
-    return sum(len(draw.entries) for draw in draws)
-
-
-def _row(batch: PackedBatch, builder: WatchedRows) -> Row:
-    wait, pool_documents, pool_tokens, budget = builder.watched.latest()
-    keys, lengths = batch["document_keys"].tolist(), batch["cu_seqlens"].diff().tolist()
-    documents = tuple((source, number, length) for (source, number), length in zip(keys, lengths, strict=True))
-    real = tuple(document for document in documents if document[0] >= 0)
-    tokens = sum(length for _, _, length in real)
-    counted = int((batch["shift_labels"] != IGNORE_INDEX).sum()) if builder.settings.count_targets else tokens
-    return Row(real, counted / budget, builder.ended, wait, pool_documents, pool_tokens)
+    ranks = []
+    for topology in topologies:
+        rank = data.row_builder(topology, seed, MeasuredRows)
+        assert isinstance(rank, MeasuredRows)
+        rank.sharder = RowSharder(topology)
+        ranks.append(rank)
+    ranks[0].keep = keep
+    # One after another where ranks do not depend on one another, so that only one has worker processes.
+    for group in [ranks] if ranks[0].settings.balance else [[rank] for rank in ranks]:
+        try:
+            advance_together(group, micro_batches)
+        finally:
+            for rank in group:
+                rank.close()
+    return [
+        Stream(
+            seed=rank.settings.sequence.seed,
+            rank=topology.dp_rank,
+            rows=rank.rows,
+            first_documents=rank.first_documents,
+            first_seconds=rank.first_seconds,
+            draws=rank.draws,
+            ended=rank.ended,
+            kept=rank.kept,
+        )
+        for rank, topology in zip(ranks, topologies, strict=True)
+    ]

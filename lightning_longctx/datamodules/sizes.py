@@ -1,0 +1,66 @@
+"""The arithmetic of budgets: what a row may hold, and what must divide what."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from lightning_longctx.datamodules.selection import Budget
+from lightning_longctx.datamodules.settings import PackingSettings
+from lightning_longctx.errors import ConfigurationError
+
+__all__ = ["accumulation", "check_budget", "row_budget"]
+
+
+def check_budget(max_tokens_per_batch: int, packing: PackingSettings, sp_size: int) -> None:
+    """Check that a full row can be cut into equal shards.
+
+    Raises:
+        ConfigurationError: the budget is no multiple of the padding and the sequence-parallel size.
+    """
+    multiple = lcm(packing.pad_to_multiple_of, sp_size)
+    rest = max_tokens_per_batch % multiple
+    if rest:
+        raise ConfigurationError(
+            "data.max_seq_len",
+            f"times micro_batch_size must be a multiple of {multiple}, which is the least common multiple of "
+            f"pad_to_multiple_of = {packing.pad_to_multiple_of} and sequence_parallel_size = {sp_size}",
+            f"{max_tokens_per_batch} = {max_tokens_per_batch // multiple} x {multiple} + {rest}",
+            f"Use {max_tokens_per_batch - rest or multiple} tokens.",
+        )
+
+
+def accumulation(global_batch_tokens: int, max_tokens_per_batch: int, dp_size: int) -> int:
+    """Micro-batches of a step.
+
+    Raises:
+        ConfigurationError: ``global_batch_tokens`` is no multiple of one micro-batch on all ranks.
+    """
+    tokens = max_tokens_per_batch * dp_size
+    steps, rest = divmod(global_batch_tokens, tokens)
+    if rest or not steps:
+        raise ConfigurationError(
+            "data.global_batch_tokens",
+            f"must be a multiple of one micro-batch on all ranks: {max_tokens_per_batch} tokens x {dp_size} "
+            f"data-parallel ranks = {tokens}",
+            f"{global_batch_tokens} = {steps} x {tokens} + {rest}",
+            f"Use {steps * tokens} or {(steps + 1) * tokens}." if steps else f"Use {tokens} or more.",
+        )
+    return steps
+
+
+def row_budget(packing: PackingSettings, max_tokens_per_batch: int, max_seq_len: int, multiple: int) -> Budget:
+    """What a row may hold.
+
+    Args:
+        packing: what is counted, and the caps.
+        max_tokens_per_batch: the budget.
+        max_seq_len: longest document.
+        multiple: of which a row's length is one; the cap is rounded down to it, so that padding never exceeds it.
+    """
+    if not packing.dynamic:
+        physical = -(-packing.documents_per_batch * max_seq_len // multiple) * multiple
+    elif packing.count_mode == "effective":
+        physical = int(max_tokens_per_batch * packing.physical_overflow_ratio) // multiple * multiple
+    else:
+        physical = max_tokens_per_batch // multiple * multiple
+    return Budget(max_tokens_per_batch, physical, packing.max_docs_per_pack)
