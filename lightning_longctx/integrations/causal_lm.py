@@ -116,6 +116,31 @@ class CausalLMModule(LightningModule):
             }
         )
 
+    def check(self, sp_size: int = 1, max_seq_len: int | None = None, vocab_size: int | None = None) -> None:
+        """Compare the configuration with a run, without a Trainer or weights. The command line asks it first.
+
+        Args:
+            sp_size: ranks that share a row.
+            max_seq_len: longest document in tokens; None if unknown.
+            vocab_size: number of token ids of the data; None if unknown.
+
+        Raises:
+            ConfigurationError: documents longer than the model's positions, more token ids than it has, or heads that
+                cannot be dealt to the ranks of a row.
+        """
+        if max_seq_len is not None:
+            check_max_seq_len(self.config, max_seq_len)
+        if vocab_size is not None and vocab_size > self.config.vocab_size:
+            fix = (
+                f"Write `model: {{config_overrides: {{vocab_size: {vocab_size}}}}}`, or take the model's own tokenizer."
+            )
+            got = f"a tokenizer with {vocab_size:,} ids"
+            rule = f"is {self.config.vocab_size:,} and must cover every token id"
+            raise ConfigurationError("model.config.vocab_size", rule, got, fix)
+        heads = getattr(self.config, "num_attention_heads", None)
+        if heads is not None:
+            check_heads(heads, sp_size)
+
     def setup(self, stage: str) -> None:
         """Compare the model with the data and the run, before any weight is made.
 
@@ -127,20 +152,11 @@ class CausalLMModule(LightningModule):
                 that cannot be dealt to the ranks of a row, or a decay without end.
         """
         data = getattr(self.trainer, "datamodule", None)
-        max_seq_len = getattr(data, "max_seq_len", None)
-        if max_seq_len is not None:
-            check_max_seq_len(self.config, max_seq_len)
-        vocabulary = getattr(data, "vocab_size", None)
-        if vocabulary is not None and vocabulary > self.config.vocab_size:
-            fix = (
-                f"Write `model: {{config_overrides: {{vocab_size: {vocabulary}}}}}`, or take the model's own tokenizer."
-            )
-            got = f"a tokenizer with {vocabulary:,} ids"
-            rule = f"is {self.config.vocab_size:,} and must cover every token id"
-            raise ConfigurationError("model.config.vocab_size", rule, got, fix)
-        heads = getattr(self.config, "num_attention_heads", None)
-        if heads is not None:
-            check_heads(heads, topology_of(self.trainer).sp_size)
+        self.check(
+            topology_of(self.trainer).sp_size,
+            getattr(data, "max_seq_len", None),
+            getattr(data, "vocab_size", None),
+        )
         if stage == "fit" and not self.schedule_settings.is_flat:
             self._progress()
 

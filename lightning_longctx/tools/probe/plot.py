@@ -1,4 +1,4 @@
-"""The figures of the probe in one picture: fill over time, the first row, lengths, and balance."""
+"""The figures of the probe in one picture: fill, the first row, lengths, and balance."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def save_plot(path: Path, policies: Sequence[PolicyFigures], buckets: Sequence[B
 
 def _draw_fills(axes: Axes, policies: Sequence[PolicyFigures]) -> None:
     for number, policy in enumerate(policies):
-        axes.plot([100 * value for value in policy.fills[0]], label=policy.name, **_line(number))
-    _name(axes, "Source fill of all ranks", "micro-batch", "% of the budget")
+        fills = sorted(100 * fill for of_seed in policy.fills for fill in of_seed)
+        axes.plot(_shares(fills), fills, label=policy.name, **_line(number))
+    _name(axes, "Source fill of all ranks, emptiest first", "% of the micro-batches", "% of the budget")
     if policies:
         axes.legend(loc="lower right")
 
@@ -92,10 +93,11 @@ def _draw_lengths(axes: Axes, buckets: Sequence[Bucket]) -> None:
 def _draw_balance(axes: Axes, policies: Sequence[PolicyFigures]) -> None:
     for number, policy in enumerate(policies):
         if policy.imbalance:
-            axes.plot(policy.imbalance[: len(policy.fills[0])], label=policy.name, **_line(number))
-    _name(axes, "Attention work of the ranks", "micro-batch", "largest / mean")
+            ratios = sorted(policy.imbalance)
+            axes.plot(_shares(ratios), ratios, label=policy.name, **_line(number))
+    _name(axes, "Attention work of the ranks, most even first", "% of the micro-batches", "largest / mean")
     if axes.get_lines():
-        axes.legend(loc="upper right")
+        axes.legend(loc="upper left")
     else:
         axes.text(0.5, 0.5, "one data-parallel rank", ha="center", va="center", transform=axes.transAxes)
 
@@ -104,12 +106,16 @@ def _columns(buckets: Sequence[Bucket]) -> tuple[list[int], list[int]]:
     return [bucket.documents for bucket in buckets], [bucket.tokens for bucket in buckets]
 
 
+def _shares(values: Sequence[float]) -> list[float]:
+    """Places on an axis from 0 to 100 %, so that policies with different numbers of rows can be compared."""
+    return [100 * (index + 0.5) / len(values) for index in range(len(values))]
+
+
 def _line(number: int) -> dict[str, Any]:
     return {
         "color": _COLOURS[number % len(_COLOURS)],
         "linestyle": _STYLES[number % len(_STYLES)],
-        "linewidth": 1.2,
-        "drawstyle": "steps-mid",
+        "linewidth": 1.5,
     }
 
 

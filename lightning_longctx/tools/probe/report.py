@@ -150,8 +150,8 @@ def _policy_row(policy: PolicyFigures, measured: PolicyFigures) -> tuple[str, ..
     same = [rank.choice for rank in policy.ranks] == [rank.choice for rank in measured.ranks]
     return (
         policy.name,
-        _first(policy.documents, "{:,.0f}"),
-        ("" if policy.measured else "~ ") + _first(policy.seconds, "{:,.2f}"),
+        _first(policy.documents, digits=1).replace(".0 ", " "),
+        ("" if policy.measured else "~ ") + _first(policy.seconds, digits=2),
         _percent(_mean(policy.first_fills)),
         _percent(_mean(policy.steady_fills)),
         _percent(policy.worst_fill),
@@ -191,7 +191,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table. A row with fewer cells ends in a sentence, which may be longer than its column."""
     cells = [tuple(head), *map(tuple, rows)]
     whole = [row for row in cells if len(row) == len(head)]
-    widths = [max(len(row[column]) for row in whole) for column in range(len(head))]
+    widths = [max(len(row[column]) for row in (whole if column else cells)) for column in range(len(head))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + " |" for row in cells
     ]
@@ -236,7 +236,7 @@ def _percent(value: float | None) -> str:
     return _NONE if value is None else f"{100 * value:.2f}"
 
 
-def _first(first: FirstRow | None, number: str) -> str:
+def _first(first: FirstRow | None, digits: int) -> str:
     if first is None:
         return _NONE
-    return f"{number.format(first.p50)} / {number.format(first.slowest)} / {first.skew:.2f}x"
+    return f"{first.p50:,.{digits}f} / {first.slowest:,.{digits}f} / {first.skew:.2f}x"
