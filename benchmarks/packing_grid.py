@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from statistics import mean, median
 from time import process_time
 
+import numpy as np
+
 from benchmarks.packing_peers import PEERS, Packer, run_peer
 from benchmarks.packing_pieces import Variant
 from benchmarks.packing_streams import STREAMS, oracle_documents
 from lightning_longctx.datamodules import FixedBufferPolicy, PackingReport, simulate_packing
 
-__all__ = ["OURS", "RUNS", "Cell", "Figures", "Grid", "measure", "overview", "run_variant"]
+__all__ = [
+    "OURS",
+    "POLICIES",
+    "RUNS",
+    "Cell",
+    "Figures",
+    "Grid",
+    "Run",
+    "half_windows",
+    "measure",
+    "oracle",
+    "overview",
+    "run_variant",
+]
 
 #: Rows of a run that the drift of order is measured over: what a reader of short runs gets to see.
 DRIFT_ROWS = 100
@@ -78,8 +93,8 @@ class Grid:
         return [Cell(stream, window) for stream in self.streams for window in self.windows]
 
     def lengths(self, cell: Cell) -> list[Lengths]:
-        """The streams of a cell, one for each seed: enough for all rows and a pool of 140 windows."""
-        tokens = (self.micro_batches + 140) * cell.window
+        """The streams of a cell, one for each seed: enough for all rows and most pools."""
+        tokens = (self.micro_batches + 60) * cell.window
         return [_lengths(cell.stream, seed, cell.window, tokens) for seed in self.seeds]
 
 
@@ -117,13 +132,14 @@ class Figures:
     cpu_ms: float
 
 
-Run = Callable[[Lengths, int, int], PackingReport]
+#: Lengths, tokens of a row, number of rows.
+Run = Callable[[Iterable[int], int, int], PackingReport]
 
 
 def run_variant(variant: Variant) -> Run:
     """A run of one of our policies."""
 
-    def run(lengths: Lengths, window: int, rows: int) -> PackingReport:
+    def run(lengths: Iterable[int], window: int, rows: int) -> PackingReport:
         with variant.policy(window) as policy:
             return simulate_packing(lengths, policy, max_tokens_per_batch=window, micro_batches=rows)
 
@@ -138,16 +154,16 @@ def _gate(size: int) -> Run:
     return run_variant(Variant(lambda window: FixedBufferPolicy(size)))
 
 
-def _ours(lengths: Lengths, window: int, rows: int) -> PackingReport:
+def _ours(lengths: Iterable[int], window: int, rows: int) -> PackingReport:
     return simulate_packing(lengths, max_tokens_per_batch=window, micro_batches=rows)  # the default policy, by name
 
 
 OURS = "adaptive"
-#: Everything that is compared, ours first.
+#: Our policies, the default first.
+POLICIES: dict[str, Run] = {OURS: _ours, "fixed 24": _gate(24), "fixed 200": _gate(200)}
+#: Everything that is compared.
 RUNS: dict[str, Run] = {
-    OURS: _ours,
-    "fixed 24": _gate(24),
-    "fixed 200": _gate(200),
+    **POLICIES,
     **{name: _peer(packer) for name, packer in PEERS.items()},
 }
 
@@ -170,6 +186,17 @@ def measure(run: Run, grid: Grid, cell: Cell) -> Figures:
         imbalance=_imbalance(reports, [lengths.values for lengths in streams]),
         cpu_ms=1000 * seconds / (len(reports) * grid.micro_batches),
     )
+
+
+def half_windows(run: Run, rows: int, window: int = 131_072) -> PackingReport:
+    """Run a packer on documents of 0.5 to 0.6 windows, of which no two fit together: reading on never helps."""
+
+    def lengths() -> Iterator[int]:
+        rng = np.random.default_rng(0)
+        while True:
+            yield int(rng.integers(window // 2 + 1, int(0.6 * window)))
+
+    return run(lengths(), window, rows)
 
 
 def oracle(grid: Grid, cell: Cell) -> float:

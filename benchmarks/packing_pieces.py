@@ -74,9 +74,7 @@ def _adaptive(**settings: Any) -> Callable[[int], BufferPolicy]:
     return lambda window: AdaptiveBufferPolicy(**settings)
 
 
-def _greedy_row(
-    view: PoolView, budget: Budget, target: float, first: list[int], longest_first: bool
-) -> Selection:
+def _greedy_row(view: PoolView, budget: Budget, target: float, first: list[int], longest_first: bool) -> Selection:
     return ordered_greedy(view, budget, first)
 
 

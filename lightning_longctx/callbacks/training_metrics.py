@@ -38,6 +38,7 @@ class TrainingMetrics(Callback):
     ``train/target_tokens``      targets trained on so far, all ranks; goes on after a resume   the run
     ``train/tokens_per_s``       source tokens of all ranks per second of training              since the last log
     ``data/source_fill``         source tokens / token budget of the micro-batches, all ranks   since the last log
+    ``data/<counter>``           what the data module counts: documents, drops, cuts, padding   the run
     ``val/loss``, ``test/loss``  token mean over all ranks and loaders                          the whole loop
     ============================ ============================================================== =====================
 
@@ -138,7 +139,7 @@ class TrainingMetrics(Callback):
         self._targets_since += values[Field.TARGETS]
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # a connector sets it, out of mypy's sight
         if every > 0 and (trainer.global_step // every > previous_step // every or trainer.should_stop):
-            self._log_step(pl_module, values.tolist())
+            self._log_step(trainer, pl_module, values.tolist())
         values.zero_()
 
     def _reduce_step(self, values: Tensor) -> None:
@@ -153,7 +154,7 @@ class TrainingMetrics(Callback):
             dist.all_reduce(of_all_ranks, group=dist.group.WORLD)
             of_all_ranks /= token_ranks
 
-    def _log_step(self, pl_module: LightningModule, step: list[float]) -> None:
+    def _log_step(self, trainer: Trainer, pl_module: LightningModule, step: list[float]) -> None:
         assert self._since_log is not None
         assert self._targets_since is not None
         since = self._since_log.tolist()
@@ -171,6 +172,10 @@ class TrainingMetrics(Callback):
         if since[Field.BUDGET]:
             metrics["data/source_fill"] = since[Field.TOKENS] * self._topology.sp_size / since[Field.BUDGET]
         self._since_log.zero_()
+        # Asked by capability. Every rank has the data module and comes here at the same step.
+        count = getattr(getattr(trainer, "datamodule", None), "global_counters", None)
+        if count is not None:
+            metrics |= {f"data/{name}": float(value) for name, value in count().items()}
         for name, value in metrics.items():
             # In float64, since float32 ends exact counts at 2^24; on the host, since progress bars read it each batch.
             number = torch.tensor(value, dtype=torch.float64, device="cpu")

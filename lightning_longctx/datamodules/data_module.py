@@ -122,6 +122,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._ledger: ConsumptionLedger | None = None
         self._loader: TrainingLoader | None = None
         self._to_restore: Mapping[str, Any] | None = None
+        self._to_announce = False
         self._limit_val_batches: int | float | None = None  # the Trainer's own, while a fit does not validate
         self.check()
 
@@ -161,8 +162,20 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._prepare_ledger()
             self._announce()
 
+    def _announce_first_row(self) -> None:
+        """One line: what the first row of this run took, which tells whether the policy suits the data."""
+        self._to_announce = False
+        counters = self.counters
+        read, tokens = counters["documents_read"], counters["tokens_read"]
+        if counters["rows"] == 1 and read:
+            fill = counters["tokens_packed"] / self.max_tokens_per_batch
+            rank_zero_info(
+                f"First row: {read:,} documents read ({tokens / read:,.0f} tokens on average), filled to {fill:.1%}."
+            )
+
     def _announce(self) -> None:
         """One line before the first document is read: what a row waits for."""
+        self._to_announce = True
         layout = f"{self.max_tokens_per_batch:,} tokens x {self._topology.dp_size} data-parallel ranks"
         rank_zero_info(f"Rows: {layout}; {self._policy.describe()}.")
         if isinstance(self._policy, FixedBufferPolicy) and self.max_seq_len >= LONG_CONTEXT:
@@ -261,6 +274,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             and self._ledger.has_produced
         ):
             self._ledger.use(self.trainer.global_step)
+            if self._to_announce:
+                self._announce_first_row()
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -277,7 +292,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._loader.close()
             self._loader = None
         if stage == TrainerFn.FITTING and self._ledger is not None:
-            rank_zero_info(summarize(self._global_counters()))
+            rank_zero_info(summarize(self.global_counters()))
         self._allow_validation(True)
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -375,7 +390,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             cut_to_fill=self._packing.cut_to_fill,
         )
 
-    def _global_counters(self) -> dict[str, int]:
+    def global_counters(self) -> dict[str, int]:
+        """:attr:`counters` summed over all ranks: one reduction, which every rank must take part in."""
         values = torch.tensor(list(self.counters.values()), dtype=torch.int64)
         if not self._topology.is_reader:
             values.zero_()

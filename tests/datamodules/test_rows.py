@@ -22,6 +22,7 @@ from lightning_longctx.datamodules.balance import PLANNED_ROWS, pick_rows, plann
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowState, RowWarmup
 from lightning_longctx.datamodules.settings import WarmupSettings
 from lightning_longctx.errors import ConfigurationError
+from tests.callbacks.toy import ToyLM, make_trainer
 from tests.datamodules.helpers import data_module, records
 
 
@@ -228,3 +229,11 @@ def test_fixed_warns_once_at_long_context() -> None:
 @pytest.mark.parametrize("options", [{"max_seq_len": "64K", "buffer_policy": "fixed"}, {"max_seq_len": "1M"}])
 def test_nothing_is_warned_of_otherwise(options: dict[str, Any]) -> None:
     DynamicBatchingDataModule({"a": [{"text": "x"}]}, **options)._announce()
+
+
+def test_the_start_says_what_a_row_waits_for_and_what_the_first_one_took(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        make_trainer([], max_steps=2).fit(ToyLM(), datamodule=data_module({"a": [{"input_ids": [1] * 8}] * 40}))
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert "Rows: 32 tokens x 1 data-parallel ranks; fixed: at least 4 documents and the tokens of a row." in said
+    assert said.count("First row: 4 documents read (8 tokens on average), filled to 100.0%.") == 1

@@ -16,7 +16,7 @@ from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.configuration import ReadConfiguration, RunConfiguration, layout_of
 from lightning_longctx.tools.probe.measures import PolicyFigures, histogram, policy_figures
 from lightning_longctx.tools.probe.options import ProbeOptions, read_options
-from lightning_longctx.tools.probe.plot import can_plot, require_plot, save_plot
+from lightning_longctx.tools.probe.plot import check_plot, save_plot
 from lightning_longctx.tools.probe.replay import replay
 from lightning_longctx.tools.probe.report import ProbeReport
 from lightning_longctx.tools.probe.show import decoder_of, describe_row
@@ -43,13 +43,11 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
         DataError: the documents cannot be read, or are too few.
     """
     options, rest = read_options(words)
-    if options.plot is not None:
-        require_plot(options.plot)
-    elif can_plot():
-        options = replace(options, plot=options.folder / "probe.png")
+    plot = options.plot or options.folder / "probe.png"
+    check_plot(plot)
     configuration = read(rest)
     layout = layout_of(configuration.settings)
-    options = replace(options, dp=options.dp or layout.dp_size or 1)
+    options = replace(options, dp=options.dp or layout.dp_size or 1, plot=plot)
     data = _data_module(configuration)
     data.check(layout.sp_size)
     _complete_tokenizer(data, configuration)
@@ -207,7 +205,6 @@ def _save(report: ProbeReport, options: ProbeOptions) -> None:
     report.save(options.folder)
     if options.json is not None:
         options.json.write_text(json.dumps(report.to_plain(), indent=1) + "\n", encoding="utf-8")
-    if options.plot is not None:
-        save_plot(options.plot, report.policies, report.buckets)
-    drawn = f"plot in {options.plot}" if options.plot is not None else "no plot: matplotlib is not installed"
-    print(f"Tables in {options.folder}; {drawn}.")
+    assert options.plot is not None
+    save_plot(options.plot, report.policies, report.buckets)
+    print(f"Tables in {options.folder}, plot in {options.plot}.")

@@ -12,30 +12,19 @@ from lightning_longctx.tools.probe.measures import Bucket, PolicyFigures
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["can_plot", "require_plot", "save_plot"]
+__all__ = ["check_plot", "save_plot"]
 
 # Told apart also by those who see few colours (the palette of Okabe and Ito), and by their line styles.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _STYLES = ("-", "--", "-.", ":")
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is there: it is optional, and takes a second to import."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-def require_plot(path: Path) -> None:
-    """Refuse a plot that was asked for and cannot be drawn, before anything is read.
+def check_plot(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is read.
 
     Raises:
-        ConfigurationError: matplotlib is missing, or the file has a name that it cannot write.
+        ConfigurationError: the name does not end like one of a picture.
     """
-    if not can_plot():
-        raise ConfigurationError("--plot", "needs the package matplotlib", "none", "Run `pip install matplotlib`.")
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ConfigurationError("--plot", "must name a .png, .pdf or .svg file", repr(str(path)), "Rename it.")
 
@@ -48,7 +37,7 @@ def save_plot(path: Path, policies: Sequence[PolicyFigures], buckets: Sequence[B
         policies: the configured one first.
         buckets: lengths of the documents.
     """
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # here, since it takes a second to import
 
     drawn = [policy for policy in policies if policy.fills]
     figure = Figure(figsize=(11, 7.5), layout="constrained")

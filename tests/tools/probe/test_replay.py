@@ -41,7 +41,7 @@ def test_another_policy_gives_the_rows_of_its_own_run(policy: Any) -> None:
     configured = data_module(LENGTHS, 60)
     (stream,) = _replayed(configured, measured(configured, 60), policy, 60)
     (own,) = measured(data_module(LENGTHS, 60, policy), 60)
-    assert 40 < len(stream.rows) < 60  # the record ends earlier
+    assert 30 < len(stream.rows) <= 60  # the record ends earlier for a policy that waits for more
     assert stream.rows == own.rows[: len(stream.rows)]
     assert stream.first_documents == own.first_documents
 

@@ -20,7 +20,7 @@ def _document(text: str, number: int = 0, masked: int = 0) -> Document:
 
 
 def _lines(documents: list[Document], multiple: int = 1) -> list[str]:
-    row = pack_documents(documents, 8192, multiple)
+    row = pack_documents(documents, 16_384, multiple)
     return describe_row(row, decoder_of(bytes_tokenizer), ["code", "prose"])
 
 
@@ -58,7 +58,7 @@ def test_many_runs_are_abbreviated() -> None:
     document.labels[::2] = -100  # type: ignore[index]
     lines = _lines([document])
     assert len(lines) == 2 + 6 + 1 + 2
-    assert lines[8] == "|   ... 32 more runs ..."
+    assert lines[8] == "|   ... 33 more runs ..."
 
 
 class _Words:

@@ -21,7 +21,7 @@ def test_rows_waits_and_pool_by_hand() -> None:
     (stream,) = measured(data_module(LENGTHS, 10, FixedBufferPolicy(2)), 10)
     assert lengths_of(stream.rows) == [[6], [5, 4], [3, 7], [2]]
     assert [row.fill for row in stream.rows] == [0.6, 0.9, 1.0, 0.2]
-    assert [row.wait for row in stream.rows] == [0, 1, 0, 0]
+    assert [row.wait for row in stream.rows] == [0, 1, 1, 0]
     assert [(row.pool_documents, row.pool_tokens) for row in stream.rows] == [(2, 11), (3, 12), (2, 10), (1, 2)]
     assert [row.tail for row in stream.rows] == [False, False, False, True]
     assert (stream.first_documents, stream.ended) == (2, True)
