@@ -1,7 +1,7 @@
 """Buffer policies against other packers, on streams of document lengths: how soon, how full, at what cost.
 
-Every packer sees the same streams in one run. Then: what each piece of the adaptive policy earns, what packing costs the
-main process, and whether all bars are met (exit status 1 if not).
+Every packer sees the same streams in one run. Then: what each piece of the adaptive policy earns, what packing costs
+the main process, and whether all bars are met (exit status 1 if not).
 
     python -m benchmarks.packing [--full] [--seeds N] [--micro-batches N] [--json PATH] [--docs PATH]
 """
@@ -126,8 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     report = Report()
     report.add(
         "method",
-        f"{date.today()}, Python {platform.python_version()}, {os.cpu_count()} CPU cores. Lengths only; seeds {seeds[0]} "
-        f"to {seeds[-1]}, {grid.micro_batches} rows each; ablation with the first {len(few.seeds)} seeds.",
+        f"{date.today()}, Python {platform.python_version()}, {os.cpu_count()} CPU cores. Lengths only; seeds "
+        f"{seeds[0]} to {seeds[-1]}, {grid.micro_batches} rows each; ablation with the first {len(few.seeds)} seeds.",
     )
     if "grid" in arguments.parts:
         run_grid(report, grid)

@@ -34,7 +34,7 @@ def next_fit(read: Read, window: int) -> Iterator[list[int]]:
 
 
 def first_fit_bins(read: Read, window: int, bins: int = 8) -> Iterator[list[int]]:
-    """Put each document into the first of some open rows; one that fits nowhere flushes them all (Grain, torchtitan)."""
+    """Put each document into the first open row with room; if none has any, give them all (Grain, torchtitan)."""
     rows: list[list[int]] = []
     rooms: list[int] = []
     number = 0

@@ -22,6 +22,7 @@ __all__ = [
     "write_tables",
 ]
 
+
 def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     """A markdown table."""
     lines = [list(heads), *([str(value) for value in row] for row in rows)]
@@ -46,9 +47,9 @@ def cell_table(cell: Cell, packers: Mapping[str, Figures], fewest: float) -> str
     return table(heads, rows)
 
 
-def policy_table(results: Results, oracles: Mapping[Cell, float]) -> str:
+def policy_table(results: Mapping[Cell, Mapping[str, Figures]], oracles: Mapping[Cell, float]) -> str:
     """The three policies on all cells, a line each."""
-        rows = (
+    rows = (
         [cell.name, f"{oracles[cell]:.1f}", *(_short(results[cell][name]) for name in POLICIES)] for cell in results
     )
     return table(["stream, window", "oracle", *POLICIES], rows)
@@ -76,7 +77,7 @@ def overview_table(packers: Mapping[str, list[Figures]], head: str = "packer") -
 
 
 def ablation_table(head: str, found: Mapping[str, Mapping[str, float]]) -> str:
-    """What changes with a piece less or another number; the last column are documents of half a window."""
+    """What changes with a piece less or another number; the last column is for documents of half a window."""
     heads = [head, "documents", "first %", "steady %", "worst cell %", "cells >= 99.5 %", "max wait", "max pool",
              "CPU ms", "half windows: first, pool"]  # fmt: skip
     rows = (

@@ -143,7 +143,8 @@ class RowBuilder:
         self._counters["tokens_packed"] += tokens
         self._counters["tokens_padding"] += row["input_ids"].numel() - tokens
         targets = sum(candidate.targets for candidate in chosen)
-        self._counters["rows_closed_by_cap"] += self._settings.count_targets and targets < budget.counted <= tokens
+        if targets * budget.physical < tokens * budget.counted and self._settings.count_targets:
+            self._counters["rows_closed_by_cap"] += 1  # fuller by the cap on tokens than by the budget of targets
         return row
 
     def next_row(self) -> PackedBatch | None:

@@ -104,6 +104,17 @@ def test_settings_that_contradict_are_refused(settings: dict[str, Any], field: s
         PackingSettings(**settings)
 
 
+def test_which_budget_closed_a_row_is_counted() -> None:
+    items = [{"input_ids": [1] * 16, "labels": [-100] * 16}, {"input_ids": [1] * 16}] * 12
+    few, many = items[::2] * 2, items[1::2] * 2
+    effective = PackingSettings(count_mode="effective")
+    for sources, by_cap in ((few, 8), (many, 0)):
+        builder = _builder(data_module({"a": sources}, shuffle=False, packing=effective))
+        rows = _rows(builder)
+        assert max(row["input_ids"].shape[1] for row in rows) <= 48
+        assert builder.state().counters.get("rows_closed_by_cap", 0) == by_cap
+
+
 # -- warm-up -----------------------------------------------------------------------------------------------------------
 
 

@@ -11,11 +11,34 @@ from numpy.typing import NDArray
 from lightning_longctx.datamodules import DynamicBatchingDataModule, LoadingSettings, PackingSettings
 from lightning_longctx.tools.probe.streams import MeasuredRows, Row, Stream, read_streams
 from lightning_longctx.topology import Topology
+from tests.cli.toys import ToyModel
 
 
 def as_many_tokens(text: str) -> NDArray[np.int32]:
     """A tokenizer: the text is a number, and becomes as many tokens."""
     return np.full(int(text), 7, np.int32)
+
+
+class Speller:
+    """As much of a Hugging Face tokenizer as the data module uses: a token a letter."""
+
+    eos_token_id = 0
+
+    def __call__(self, text: str, verbose: bool) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def __len__(self) -> int:
+        return 256
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(token) if token else "</s>" for token in ids)
+
+
+class SpellingModel(ToyModel):
+    """A model with a tokenizer."""
+
+    def load_tokenizer(self) -> Speller:
+        return Speller()
 
 
 def data_module(lengths: Sequence[int], window: int, policy: Any = "adaptive", **settings: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from lightning_longctx.cli import main
+from tests.contracts.source import ROOT
 
 LENGTHS = [6, 5, 4, 3, 7, 2, 6, 4, 10, 3]  # 50 tokens
 
@@ -188,6 +190,24 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
         '|   not trained         1  "f"',
         '|   trained            10  "irst text<end>"',
     ]
+
+
+def test_the_tokenizer_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    _config([123, 4567], tokenizer="from_model")
+    model = "--model=tests.tools.probe.helpers.SpellingModel"
+    assert main(["probe", "--config", "run.yaml", model, "--show", "1", "--micro-batches", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert '|   trained             3  "23</s>"' in shown
+    assert '|   trained             4  "567</s>"' in shown
+
+
+@pytest.mark.slow
+def test_the_quickstart() -> None:
+    pytest.importorskip("transformers")
+    shutil.copy(ROOT / "examples" / "quickstart.yaml", "run.yaml")
+    code, found = _probe("--micro-batches", "50", "--dp", "2", "--min-fill", "95")
+    assert code == 0
+    assert found["policies"][0]["documents"]["slowest"] <= 20
 
 
 @pytest.mark.parametrize(("devices", "words", "ranks"), [(2, [], 2), (4, ["--dp", "3"], 3), ("auto", [], 1)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_longctx.datamodules import FixedBufferPolicy
+from lightning_longctx.datamodules.settings import WarmupSettings
 from lightning_longctx.errors import DataError
 from lightning_longctx.tools.probe.measures import policy_figures
 from lightning_longctx.tools.probe.streams import MeasuredRows, advance_together, read_streams
@@ -92,6 +93,19 @@ def test_a_bad_record_is_told_as_in_training() -> None:
     data = data_module([], 10, sources={"a": [{"words": "x"}]})
     with pytest.raises(DataError, match="must have a text under 'text'"):
         measured(data, 1)
+
+
+def test_worker_processes_change_nothing() -> None:
+    alone, helped = (measured(data_module(LENGTHS * 4, 10, num_workers=workers), 6) for workers in (0, 2))
+    assert helped[0].rows == alone[0].rows
+    assert [draw.entries for draw in helped[0].draws] == [draw.entries for draw in alone[0].draws]
+
+
+def test_fill_is_of_the_budget_that_grows() -> None:
+    warmup = WarmupSettings(steps=2, initial_tokens=4)  # budgets 4, 7, 10
+    (stream,) = measured(data_module([4, 3, 4, 6, 4], 10, FixedBufferPolicy(1), warmup=warmup), 3)
+    assert lengths_of(stream.rows) == [[4], [3, 4], [6, 4]]
+    assert [row.fill for row in stream.rows] == [1.0, 1.0, 1.0]
 
 
 def test_two_seeds_read_in_two_orders() -> None:
