@@ -61,7 +61,7 @@ def run_grid(report: Report, grid: Grid) -> None:
         print(f"{cell_table(cell, results[cell], oracles[cell])}\n", flush=True)
     report.add("policies", policy_table(results, oracles))
     report.add("packers", overview_table({name: [packers[name] for packers in results.values()] for name in RUNS}))
-    report.bars += grid_bars(results, oracles) + half_window_bars()
+    report.bars += grid_bars(results, oracles, len(grid.seeds)) + half_window_bars()
     report.numbers["grid"] = {
         cell.name: {"oracle": oracles[cell], **{name: rounded(asdict(figures)) for name, figures in packers.items()}}
         for cell, packers in results.items()

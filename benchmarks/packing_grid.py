@@ -15,6 +15,7 @@ from benchmarks.packing_peers import PEERS, Packer, run_peer
 from benchmarks.packing_pieces import Variant
 from benchmarks.packing_streams import STREAMS, oracle_documents
 from lightning_longctx.datamodules import FixedBufferPolicy, PackingReport, simulate_packing
+from lightning_longctx.datamodules.balance import pick_rows, planning_depth
 
 __all__ = [
     "OURS",
@@ -117,6 +118,9 @@ class Figures:
         pool: most tokens that waited, in windows.
         drift: mean length of the documents of the first 100 rows against that of the stream, as a relative difference.
         imbalance: attention work (sum of squared lengths), the largest of the ranks over their mean; mean over steps.
+        lost: part of the time of attention in which a rank waits for the dearest, mean over ranks and steps.
+        balanced: ``imbalance`` under ``loading.balance: true``, without the last steps of a run.
+        lost_balanced: ``lost`` of the same.
         cpu_ms: processor time a row.
     """
 
@@ -129,6 +133,9 @@ class Figures:
     pool: float
     drift: float
     imbalance: float
+    lost: float
+    balanced: float
+    lost_balanced: float
     cpu_ms: float
 
 
@@ -174,6 +181,8 @@ def measure(run: Run, grid: Grid, cell: Cell) -> Figures:
     start = process_time()
     reports = [run(lengths, cell.window, grid.micro_batches) for lengths in streams]
     seconds = process_time() - start
+    costs = [_costs(report, lengths.values) for report, lengths in zip(reports, streams, strict=True)]
+    plain, even = [list(step) for step in zip(*costs, strict=True)], _balanced(costs)
     return Figures(
         documents=mean(report.first_documents for report in reports),
         documents_worst=max(report.first_documents for report in reports),
@@ -183,7 +192,10 @@ def measure(run: Run, grid: Grid, cell: Cell) -> Figures:
         max_wait=max(report.max_wait for report in reports),
         pool=max(report.peak_pool_tokens for report in reports) / cell.window,
         drift=mean(_drift(report, lengths.values) for report, lengths in zip(reports, streams, strict=True)),
-        imbalance=_imbalance(reports, [lengths.values for lengths in streams]),
+        imbalance=mean(max(step) / mean(step) for step in plain),
+        lost=mean(1 - mean(step) / max(step) for step in plain),
+        balanced=mean(max(step) / mean(step) for step in even),
+        lost_balanced=mean(1 - mean(step) / max(step) for step in even),
         cpu_ms=1000 * seconds / (len(reports) * grid.micro_batches),
     )
 
@@ -218,6 +230,7 @@ def overview(figures: Sequence[Figures]) -> dict[str, float]:
         "median_pool": median(cell.pool for cell in figures),
         "drift": mean(abs(cell.drift) for cell in figures),
         "imbalance": mean(cell.imbalance for cell in figures),
+        "balanced": mean(cell.balanced for cell in figures),
         "cpu_ms": mean(cell.cpu_ms for cell in figures),
     }
 
@@ -227,9 +240,18 @@ def _drift(report: PackingReport, lengths: Sequence[int]) -> float:
     return mean(packed) / mean(lengths) - 1
 
 
-def _imbalance(reports: Sequence[PackingReport], lengths: Sequence[Sequence[int]]) -> float:
-    ratios = []
-    for rows in zip(*(report.selected for report in reports), strict=True):
-        work = [sum(own[number] ** 2 for number in row) for own, row in zip(lengths, rows, strict=True)]
-        ratios.append(max(work) / mean(work))
-    return mean(ratios)
+def _costs(report: PackingReport, lengths: Sequence[int]) -> list[float]:
+    return [float(sum(lengths[number] ** 2 for number in row)) for row in report.selected]
+
+
+def _balanced(costs: Sequence[Sequence[float]]) -> list[list[float]]:
+    """What the ranks give at each step if they pick among planned rows, until one of them has none left to plan."""
+    planned: list[list[tuple[int, float]]] = [[] for _ in costs]
+    taken, steps = 0, []
+    while (wanted := taken + planning_depth(taken)) <= len(costs[0]):
+        for rank, own in zip(planned, costs, strict=True):
+            rank += [(taken, cost) for cost in own[taken + len(rank) : wanted]]
+        picks = pick_rows(planned)
+        steps.append([rank.pop(pick)[1] for rank, pick in zip(planned, picks, strict=True)])
+        taken += 1
+    return steps

@@ -38,10 +38,10 @@ def percent(part: float, digits: int = 2) -> str:
 def cell_table(cell: Cell, packers: Mapping[str, Figures], fewest: float) -> str:
     """All packers on one stream and window."""
     heads = [f"{cell.name}, oracle {fewest:.1f}", "documents (slowest rank)", "first %", "steady %", "worst row %",
-             "max wait", "pool, windows", "drift %", "imbalance", "CPU ms"]  # fmt: skip
+             "max wait", "pool, windows", "drift %", "imbalance", "balanced", "CPU ms"]  # fmt: skip
     rows = (
         [name, f"{f.documents:.1f} ({f.documents_worst})", percent(f.first, 1), percent(f.steady), percent(f.worst, 0),
-         f.max_wait, f"{f.pool:.1f}", f"{100 * f.drift:+.1f}", f"{f.imbalance:.2f}", f"{f.cpu_ms:.2f}"]
+         f.max_wait, f"{f.pool:.1f}", f"{100 * f.drift:+.1f}", f"{f.imbalance:.2f}", f"{f.balanced:.2f}", f"{f.cpu_ms:.2f}"]
         for name, f in packers.items()
     )  # fmt: skip
     return table(heads, rows)
@@ -63,7 +63,7 @@ def _short(f: Figures) -> str:
 def overview_table(packers: Mapping[str, list[Figures]], head: str = "packer") -> str:
     """A line for each packer, over all cells."""
     heads = [head, "documents", "first %", "steady %", "worst cell %", "cells >= 99.5 %", "wait: median, max",
-             "pool: median, max", "drift %", "imbalance", "CPU ms"]  # fmt: skip
+             "pool: median, max", "drift %", "imbalance", "balanced", "CPU ms"]  # fmt: skip
     rows = []
     for name, figures in packers.items():
         view = overview(figures)
@@ -71,7 +71,7 @@ def overview_table(packers: Mapping[str, list[Figures]], head: str = "packer") -
             [name, f"{view['documents']:.1f}", percent(view["first"]), percent(view["steady"]),
              percent(view["worst_cell"]), f"{view['cells_above_99.5']:.0f}",
              f"{view['median_wait']:.0f}, {view['max_wait']:.0f}", f"{view['median_pool']:.0f}, {view['max_pool']:.0f}",
-             percent(view["drift"], 1), f"{view['imbalance']:.2f}", f"{view['cpu_ms']:.2f}"]
+             percent(view["drift"], 1), f"{view['imbalance']:.2f}", f"{view['balanced']:.2f}", f"{view['cpu_ms']:.2f}"]
         )  # fmt: skip
     return table(heads, rows)
 

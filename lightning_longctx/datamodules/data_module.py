@@ -20,15 +20,10 @@ from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.files import open_sources
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
+from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, summarize
 from lightning_longctx.datamodules.mixing import SequenceSettings
-from lightning_longctx.datamodules.policies import (
-    LONG_CONTEXT,
-    BufferPolicy,
-    DocumentCountPolicy,
-    FixedBufferPolicy,
-    PackingFacts,
-)
-from lightning_longctx.datamodules.row_state import COUNTERS, RowState, summarize
+from lightning_longctx.datamodules.policies import BufferPolicy, DocumentCountPolicy, FixedBufferPolicy, PackingFacts
+from lightning_longctx.datamodules.row_state import COUNTERS, RowState
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowWarmup
 from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings
 from lightning_longctx.datamodules.sizes import accumulation, check_budget, row_budget
@@ -112,7 +107,11 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             None if validation_sources is None else open_sources(validation_sources, "data.validation_sources")
         )
         self.packing_facts = PackingFacts(
-            self.max_seq_len, micro_batch_size, packing.count_mode, dynamic=packing.dynamic
+            self.max_seq_len,
+            micro_batch_size,
+            packing.count_mode,
+            modalities=tuple(source.modality for source in self._sources),
+            dynamic=packing.dynamic,
         )
         policy = resolve_policy(buffer_policy, self.packing_facts)
         self._policy = policy if packing.dynamic else DocumentCountPolicy(packing.documents_per_batch)
@@ -162,29 +161,11 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._prepare_ledger()
             self._announce()
 
-    def _announce_first_row(self) -> None:
-        """One line: what the first row of this run took, which tells whether the policy suits the data."""
-        self._to_announce = False
-        counters = self.counters
-        read, tokens = counters["documents_read"], counters["tokens_read"]
-        if counters["rows"] == 1 and read:
-            fill = counters["tokens_packed"] / self.max_tokens_per_batch
-            rank_zero_info(
-                f"First row: {read:,} documents read ({tokens / read:,.0f} tokens on average), filled to {fill:.1%}."
-            )
-
     def _announce(self) -> None:
-        """One line before the first document is read: what a row waits for."""
         self._to_announce = True
-        layout = f"{self.max_tokens_per_batch:,} tokens x {self._topology.dp_size} data-parallel ranks"
-        rank_zero_info(f"Rows: {layout}; {self._policy.describe()}.")
-        if isinstance(self._policy, FixedBufferPolicy) and self.max_seq_len >= LONG_CONTEXT:
-            rank_zero_warn(
-                f"`data.buffer_policy: fixed` reads at least {self._policy.size} documents before the first row, on"
-                f" each data-parallel rank, whatever {self.max_seq_len:,} tokens need. `buffer_policy: adaptive` starts"
-                " after the fewest documents that fill the window.",
-                category=UserWarning,
-            )
+        rank_zero_info(start_line(self.max_tokens_per_batch, self._topology.dp_size, self._policy))
+        if (warning := cold_start_warning(self.max_seq_len, self._policy)) is not None:
+            rank_zero_warn(warning, category=UserWarning)
 
     def _allow_validation(self, allowed: bool) -> None:
         """Switch validation off during a fit without data for it: an empty loader would make Lightning warn."""
@@ -275,7 +256,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         ):
             self._ledger.use(self.trainer.global_step)
             if self._to_announce:
-                self._announce_first_row()
+                self._to_announce = False
+                rank_zero_info(first_row_line(self.counters, self.max_tokens_per_batch))
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lightning_longctx.datamodules.pool import Candidate, candidates_from_state, candidates_to_state
 from lightning_longctx.datamodules.stream import Deal
 
-__all__ = ["COUNTERS", "PlannedRow", "RowState", "summarize"]
+__all__ = ["COUNTERS", "PlannedRow", "RowState"]
 
 #: Everything that is counted. tokens_read = tokens packed + dropped + truncated + left over + waiting in the pool.
 COUNTERS = (
@@ -152,11 +152,3 @@ class RowState:
             candidates=tuple(candidates[dp_rank::dp_size]),
             counters=dict(counters),
         )
-
-
-def summarize(counters: Mapping[str, int]) -> str:
-    """One line: the counters that are not zero, and the fill."""
-    packed, padding = counters["tokens_packed"], counters["tokens_padding"]
-    parts = [f"{name.replace('_', ' ')} {value:,}" for name, value in counters.items() if value]
-    share = f"; padding {padding / (packed + padding):.2%} of the rows" if packed else ""
-    return f"Data: {', '.join(parts) or 'nothing read'}{share}."

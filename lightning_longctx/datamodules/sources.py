@@ -10,13 +10,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lightning_longctx.datamodules.settings import nearest
 from lightning_longctx.errors import ConfigurationError, DataError
 from lightning_longctx.units import TokenCount, parse_token_count
 
 __all__ = ["IndexableSource", "SequenceSource", "Source", "SourceSettings", "StreamingSource", "records_source"]
+
+
+Modality = Literal["text", "multimodal", "diffusion"]
 
 
 @dataclass
@@ -33,9 +36,12 @@ class SourceSettings:
             aligned ``labels``) need no tokenizer.
         min_tokens: shorter documents are dropped and counted. Default None: all are kept.
         max_tokens: longer documents are dropped and counted. Default None: all are kept.
+        modality: what the tokens stand for: ``text`` (default), ``multimodal`` or ``diffusion``. Declared and not
+            guessed; a buffer policy that was measured on text alone refuses the others.
 
     Raises:
-        ConfigurationError: neither or both of ``path`` and ``records``, or a weight that is not positive.
+        ConfigurationError: neither or both of ``path`` and ``records``, a weight that is not positive and finite, or an
+            unknown modality.
     """
 
     path: str | None = None
@@ -44,14 +50,20 @@ class SourceSettings:
     text_field: str = "text"
     min_tokens: TokenCount | None = None
     max_tokens: TokenCount | None = None
+    modality: Modality = "text"
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.records is None):
             got = "both" if self.path else "neither"
             raise ConfigurationError("data.sources", "must have one of `path` and `records`", got, "Give one of them.")
-        if not self.weight > 0:
+        if not 0 < self.weight < float("inf"):
             fix = "Leave the source out instead."
-            raise ConfigurationError("data.sources", "must have a positive `weight`", self.weight, fix)
+            raise ConfigurationError(
+                "data.sources", "must have a positive `weight`, and a finite one", self.weight, fix
+            )
+        if self.modality not in get_args(Modality):
+            fix = nearest(str(self.modality), list(get_args(Modality)))
+            raise ConfigurationError("data.sources", "must have a known `modality`", repr(self.modality), fix)
         if self.min_tokens is not None:
             self.min_tokens = parse_token_count(self.min_tokens, "data.sources.min_tokens")
         if self.max_tokens is not None:
@@ -95,6 +107,7 @@ class Source:
         text_field: key of the text.
         min_tokens: shortest document to keep, or None.
         max_tokens: longest document to keep, or None.
+        modality: what the tokens stand for.
     """
 
     def __init__(self, name: str, settings: SourceSettings) -> None:
@@ -103,6 +116,7 @@ class Source:
         self.text_field = settings.text_field
         self.min_tokens = settings.min_tokens
         self.max_tokens = settings.max_tokens
+        self.modality = settings.modality
 
     def describe(self, number: int) -> str:
         """Where record ``number`` is, for an error message."""

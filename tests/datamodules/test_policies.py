@@ -181,6 +181,12 @@ def test_context_aware_refuses_through_the_data_module_and_when_it_is_not_resolv
             buffer_policy=ContextAwareBufferPolicy(),
             packing=PackingSettings(count_mode="effective"),
         )
+    with pytest.raises(ConfigurationError, match=r"data\.sources\.modality"):
+        DynamicBatchingDataModule(
+            {"a": {"records": [{"text": "x"}], "modality": "multimodal"}},
+            max_seq_len="1M",
+            buffer_policy="context_aware",
+        )
     with pytest.raises(ConfigurationError, match="must be resolved"):
         ContextAwareBufferPolicy().is_ready(_view([1]), Budget(8, 8, 8))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.probe.options import ProbeOptions, read_options
+from tests.contracts.source import ROOT
 
 
 def test_defaults() -> None:
@@ -51,3 +53,15 @@ def test_mistakes(words: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_options(words)
     assert said in str(caught.value)
+
+
+def test_the_page_lists_all_options() -> None:
+    page = (ROOT / "docs" / "probe.md").read_text()
+    names = [name.replace("_", "-").replace("folder", "out") for name in ProbeOptions.__dataclass_fields__]
+    assert [name for name in names if f"| `--{name} " not in page] == []
+
+
+def test_the_python_block_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "probe.md").read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(block, "probe.md", "exec"), {})
+    assert "## Policies" in capsys.readouterr().out

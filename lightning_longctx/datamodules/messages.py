@@ -1,0 +1,42 @@
+"""What a run says about its data: before the first document, after the first row, and at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_longctx.datamodules.policies import LONG_CONTEXT, BufferPolicy, FixedBufferPolicy
+
+__all__ = ["cold_start_warning", "first_row_line", "start_line", "summarize"]
+
+
+def start_line(max_tokens_per_batch: int, dp_size: int, policy: BufferPolicy) -> str:
+    """What a row holds and waits for."""
+    return f"Rows: {max_tokens_per_batch:,} tokens x {dp_size} data-parallel ranks; {policy.describe()}."
+
+
+def cold_start_warning(max_seq_len: int, policy: BufferPolicy) -> str | None:
+    """What a count gate costs at long context, and what to use instead; None where it costs little."""
+    if not isinstance(policy, FixedBufferPolicy) or max_seq_len < LONG_CONTEXT:
+        return None
+    return (
+        f"`data.buffer_policy: fixed` reads at least {policy.size} documents before the first row, on each"
+        f" data-parallel rank, whatever {max_seq_len:,} tokens need. `buffer_policy: adaptive` starts after the fewest documents that"
+        " fill the window."
+    )
+
+
+def first_row_line(counters: Mapping[str, int], max_tokens_per_batch: int) -> str:
+    """What was read for the first row of this process, which tells whether the policy suits the data."""
+    read, rows = counters["documents_read"], counters["rows"]
+    fill = counters["tokens_packed"] / (rows * max_tokens_per_batch) if rows else 0.0
+    mean = counters["tokens_read"] / read if read else 0.0
+    since = "" if rows == 1 else f" for {rows:,} rows since the data began"
+    return f"First row: {read:,} documents read{since} ({mean:,.0f} tokens on average), filled to {fill:.1%}."
+
+
+def summarize(counters: Mapping[str, int]) -> str:
+    """One line: the counters that are not zero, and the fill."""
+    packed, padding = counters["tokens_packed"], counters["tokens_padding"]
+    parts = [f"{name.replace('_', ' ')} {value:,}" for name, value in counters.items() if value]
+    share = f"; padding {padding / (packed + padding):.2%} of the rows" if packed else ""
+    return f"Data: {', '.join(parts) or 'nothing read'}{share}."
