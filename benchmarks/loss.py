@@ -160,10 +160,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="turns; the median is reported (default: 9)")
     parser.add_argument("--chunks", type=int, nargs="*", default=[], help="further chunk sizes of ours, in logits")
     parser.add_argument("--cases", nargs="*", default=[], help="names of cases, such as 2048x128x8192 (default: all)")
+    parser.add_argument("--skip", nargs="*", default=[], help="ways to leave out, such as linear_cross_entropy")
     arguments = parser.parse_args()
     ways: dict[str, Way] = {"plain": plain, "causal_lm_loss": ours()}
     ways |= {f"{logits:,} logits": ours(logits) for logits in arguments.chunks}
     ways |= {"linear_cross_entropy": torch_chunked}
+    ways = {name: way for name, way in ways.items() if name not in arguments.skip}
     print(f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads\n")
     print(heading(list(ways)))
     results = {}

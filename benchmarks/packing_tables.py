@@ -41,7 +41,8 @@ def cell_table(cell: Cell, packers: Mapping[str, Figures], fewest: float) -> str
              "max wait", "pool, windows", "drift %", "imbalance", "balanced", "CPU ms"]  # fmt: skip
     rows = (
         [name, f"{f.documents:.1f} ({f.documents_worst})", percent(f.first, 1), percent(f.steady), percent(f.worst, 0),
-         f.max_wait, f"{f.pool:.1f}", f"{100 * f.drift:+.1f}", f"{f.imbalance:.2f}", f"{f.balanced:.2f}", f"{f.cpu_ms:.2f}"]
+         f.max_wait, f"{f.pool:.1f}", f"{100 * f.drift:+.1f}", f"{f.imbalance:.2f}", f"{f.balanced:.2f}",
+         f"{f.cpu_ms:.2f}"]
         for name, f in packers.items()
     )  # fmt: skip
     return table(heads, rows)

@@ -19,8 +19,8 @@ def cold_start_warning(max_seq_len: int, policy: BufferPolicy) -> str | None:
     if not isinstance(policy, FixedBufferPolicy) or max_seq_len < LONG_CONTEXT:
         return None
     return (
-        f"`data.buffer_policy: fixed` reads at least {policy.size} documents before the first row, on each"
-        f" data-parallel rank, whatever {max_seq_len:,} tokens need. `buffer_policy: adaptive` starts after the fewest documents that"
+        f"`data.buffer_policy: fixed` reads at least {policy.size} documents before the first row, on every"
+        f" rank, whatever {max_seq_len:,} tokens need. `buffer_policy: adaptive` starts after the fewest documents that"
         " fill the window."
     )
 

@@ -19,7 +19,8 @@ class ProbeOptions:
     """What to measure, and where to write it.
 
     Attributes:
-        micro_batches: rows of each rank. Default 200: a steady fill then moves by about 0.1 points between seeds.
+        micro_batches: rows of each rank. Default 200: over 8 seeds of lognormal lengths the steady fill of 4 ranks then
+            differs by at most 0.05 points at 512K and 1M, and by up to 1.2 at 32K, where few documents fit a row.
         dp: data-parallel ranks. Default None: those of the configuration, or 1 where it leaves the devices open.
         seeds: of the order of documents. Default empty: the seed of the configuration, which is the run to be started.
         min_fill: least first and steady fill in percent; below it is a finding. Default None: nothing is judged.
