@@ -206,6 +206,7 @@ def test_real_rows_are_measured() -> None:
     assert 0 < cost.median <= cost.worst
 
 
+@pytest.mark.slow
 def test_a_small_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, numbers = tmp_path / "page.md", tmp_path / "numbers.json"
     names = ("method", "bars", "policies", "packers", "ladder", "without", "changed")

@@ -202,9 +202,8 @@ def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fot"]) == 2
     assert capsys.readouterr().err == "longctx: error: unknown command 'fot'. Did you mean `fit`?\n"
     assert main(["xyzzy"]) == 2
-    assert (
-        capsys.readouterr().err == "longctx: error: unknown command 'xyzzy'. Commands: fit, validate, test, predict.\n"
-    )
+    said = "longctx: error: unknown command 'xyzzy'. Commands: fit, validate, test, predict, probe.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
