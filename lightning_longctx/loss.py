@@ -213,6 +213,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(grad, weight, out=grad_hidden[part])
                 if grad_weight is not None:
                     _accumulate(grad_weight, grad, tokens)
+                del logits, grad  # or one chunk would outlive the next one's first product
         ctx.gradients = (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -223,9 +224,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Out of place: with retain_graph the same gradients are asked for again.
-        scaled = [None if gradient is None else gradient * grads[0].to(gradient.dtype) for gradient in ctx.gradients]
-        return (*scaled, None, None, None)
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "`causal_lm_loss` hands over its gradients once, but backward ran a second time. They are formed in"
+                " forward and scaled in place, so that no second copy exists: call the loss again for another backward."
+            )
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(grads[0].to(gradient.dtype))
+        return (*gradients, None, None, None)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -34,6 +34,9 @@ __all__ = ["TokenMean"]
 _RELATIVE_TOLERANCE = 1e-3
 _ABSOLUTE_TOLERANCE = 1e-6
 
+# What a rank found in the first step; the highest of all ranks counts.
+_EXACT, _INEXACT, _UNDECIDED, _PROBLEM = range(4)
+
 
 class TokenMean:
     """Counts the targets of a step's micro-batches and scales its gradients once.
@@ -78,15 +81,17 @@ class TokenMean:
                 declared ``extra_terms`` is not ``per_token_loss.sum() / loss_divisor``.
             BatchContractError: ``loss_divisor`` changes inside a step.
         """
-        before, self._scaled_inside = self._targets, False
+        self._scaled_inside = False
         countable = batch if isinstance(batch, Mapping) and {"shift_labels", "loss_divisor"} <= batch.keys() else None
         if countable is not None and self._exact is not False:
             self._count(countable)
         output = step()
-        if output is None and self._exact is not None:  # the module skipped this micro-batch: its targets train nothing
-            self._targets = None if self._scaled_inside else before
-        elif self._exact is None:
+        if output is None and countable is not None and self._targets is not None:
+            self._targets = self._targets - count_targets(countable)  # the module skipped it: its targets train nothing
+        if self._exact is None:
             self._check_first(output, countable)
+        elif output is None:
+            pass
         elif self._exact and not _has_per_token_loss(output):
             raise self._missing()
         return output
@@ -102,7 +107,7 @@ class TokenMean:
             accumulate: by what each micro-batch's loss was divided: ``accumulate_grad_batches``, also in a short last
                 window; 1 in manual optimization.
         """
-        if self._targets is None:  # nothing was counted: the run keeps its mean of means, or no micro-batch ran
+        if self._exact is False or self._targets is None:  # a mean of means, or no micro-batch since the last step
             return
         valid = self._targets
         if self._topology.token_group is not None:
@@ -114,6 +119,10 @@ class TokenMean:
             if gradients:
                 torch._foreach_mul_(gradients, factor)
         self._targets, self._scaled_inside = None, True
+
+    def reset(self) -> None:
+        """Forget micro-batches that no step followed: Lightning has dropped their gradients."""
+        self._targets = None
 
     def _count(self, batch: Mapping[str, Any]) -> None:
         divisor = batch["loss_divisor"]
@@ -130,21 +139,25 @@ class TokenMean:
 
     def _check_first(self, output: Any, batch: Mapping[str, Any] | None) -> None:
         """Settle once, for all ranks together, whether this run's steps are exact."""
-        if _has_per_token_loss(output) and batch is not None:
-            problem = _mismatch(output, batch)
-            exact = True
+        problem: ConfigurationError | None = None
+        if output is None:
+            state = _UNDECIDED
+        elif _has_per_token_loss(output) and batch is not None:
+            problem, state = _mismatch(output, batch), _EXACT
         else:
             problem = self._missing() if self._required or self._scaled_inside else None
-            exact = False
-        others = self._any_rank(problem is not None)
+            state = _INEXACT
+        settled = self._highest(_PROBLEM if problem is not None else state)
         if problem is not None:
             raise problem
-        if others:
+        if settled == _PROBLEM:
             raise ConfigurationError(
                 "training_step", "must be right on every rank", "an error on another rank", "See that rank's message."
             )
-        self._exact = exact
-        if not exact:
+        if settled == _UNDECIDED:
+            return  # some rank skipped its micro-batch; every rank looks again at the next one
+        self._exact = settled == _EXACT
+        if not self._exact:
             self._targets = None
             warnings.warn(
                 f"{self._owner}: `training_step` returned no `per_token_loss` (or the batch is not a packed batch), so"
@@ -153,13 +166,13 @@ class TokenMean:
                 stacklevel=2,
             )
 
-    def _any_rank(self, flag: bool) -> bool:
+    def _highest(self, state: int) -> int:
         group = self._topology.host_group
         if group is None:
-            return flag
-        value = torch.tensor(int(flag))
+            return state
+        value = torch.tensor(state)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-        return bool(value)
+        return int(value)
 
     def _missing(self) -> ConfigurationError:
         return ConfigurationError(

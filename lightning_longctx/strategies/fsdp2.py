@@ -231,6 +231,16 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         return self._rows.shard(batch, moved)
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start a new count of targets with each accumulation window: an epoch may have ended inside the last one."""
+        module = self.lightning_module
+        assert module is not None
+        begins = batch_idx % module.trainer.accumulate_grad_batches == 0
+        if self._token_mean is not None and module.automatic_optimization and begins:
+            self._token_mean.reset()
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` and count the targets of its batch."""
         assert self._token_mean is not None

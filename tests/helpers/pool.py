@@ -36,6 +36,8 @@ from tests.helpers.pool_worker import Outcome, Task
 MAX_RANKS = 4
 #: After one rank failed, how long the others may take to notice (seconds).
 GRACE = 5.0
+#: How long a worker may take to print its stack on a busy machine (seconds).
+STACK = 10.0
 #: How long a worker may take to import torch on a busy machine (seconds).
 STARTUP = 120.0
 
@@ -107,10 +109,13 @@ class _Worker:
     def stack(self) -> str:
         """Where the process is, by its own signal handler."""
         self.process.send_signal(signal.SIGUSR1)
-        before = time.monotonic()
-        while not self.stacks.stat().st_size and time.monotonic() - before < 2:
-            time.sleep(0.05)
-        return self.stacks.read_text()
+        deadline, text = time.monotonic() + STACK, ""
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            before, text = text, self.stacks.read_text()
+            if text and text == before:
+                break
+        return text
 
     def kill(self) -> None:
         self.connection.close()
