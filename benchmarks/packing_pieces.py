@@ -99,7 +99,6 @@ WITHOUT: dict[str, Variant] = {
     "depth": Variant(_adaptive(), _FLAT),
     "long documents first": Variant(_adaptive(), {"PoolDepth": _OldestFirst}),
     "futility": Variant(_adaptive(), {"PoolDepth": _NeverFutile}),
-    "gradual deepening": Variant(_adaptive(), {"_PREFETCH": 1e9}),
     "pauses between looks": Variant(_adaptive(), {"_LOOK_AGAIN_SHARE": 10**9}),
 }
 

@@ -109,7 +109,7 @@ def best_row(view: PoolView, budget: Budget, target: float, first: Sequence[int]
         return greedy
     kept, candidates = _repair_candidates(view, greedy.indices, first)
     room = budget.counted - sum(view.counts[index] for index in kept)
-    order = sorted(candidates, key=lambda index: (-view.counts[index], index)) if longest_first else candidates
+    order = sorted(candidates, key=lambda index: -view.counts[index]) if longest_first else candidates
     low = round(target * budget.counted) - (budget.counted - room)
     picked = subset_sum([view.counts[index] for index in order], max(low, 0), room)
     base = kept + [order[position] for position in picked]
@@ -173,7 +173,7 @@ def _repair_candidates(view: PoolView, greedy: Sequence[int], first: Sequence[in
     taken = set(kept)
     rest = [index for index in free if index not in taken]
     half = REPAIR_CANDIDATES // 2
-    oldest, others = rest[:half], sorted(rest[half:], key=lambda index: (view.counts[index], index))
+    oldest, others = rest[:half], sorted(rest[half:], key=view.counts.__getitem__)
     count = min(half, len(others))
     strata = [others[(2 * number + 1) * len(others) // (2 * count)] for number in range(count)]
     return kept, sorted(oldest + strata)
