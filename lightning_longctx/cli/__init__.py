@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -80,11 +81,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # to work in both. Last, so that a folder named `datasets` does not hide a package.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
+    # Lightning on torch 2.13, at every fit; nothing a user could do about it.
+    warnings.filterwarnings(
+        "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
+    )
     try:
         return _run(words)
     except (FieldError, CommandLineError) as error:
         _report(error)
         return CONFIGURATION_EXIT_CODE
+    except ValueError as error:
+        # A class that refuses its arguments inside a choice of types: jsonargparse wraps the refusal.
+        if (refusal := _refusal(error)) is None:
+            raise
+        _report(refusal)
+        return CONFIGURATION_EXIT_CODE
+
+
+def _refusal(error: BaseException | None) -> FieldError | None:
+    """The error of ours that ``error`` was raised from, if any."""
+    while error is not None and not isinstance(error, FieldError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _run(words: list[str]) -> int:

@@ -25,8 +25,14 @@ from lightning_longctx.datamodules.mixing import SequenceSettings
 from lightning_longctx.datamodules.policies import BufferPolicy, DocumentCountPolicy, FixedBufferPolicy, PackingFacts
 from lightning_longctx.datamodules.row_state import COUNTERS, RowState
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowWarmup
-from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings
-from lightning_longctx.datamodules.sizes import accumulation, check_budget, row_budget
+from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings, as_settings
+from lightning_longctx.datamodules.sizes import (
+    accumulation,
+    check_budget,
+    check_micro_batch_size,
+    check_warmup,
+    row_budget,
+)
 from lightning_longctx.datamodules.sources import Source, SourceSettings
 from lightning_longctx.datamodules.state import restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
@@ -95,11 +101,12 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.max_seq_len = parse_token_count(max_seq_len, "data.max_seq_len")
-        self.max_tokens_per_batch = parse_token_count(micro_batch_size, "data.micro_batch_size") * self.max_seq_len
+        self.max_tokens_per_batch = check_micro_batch_size(micro_batch_size) * self.max_seq_len
         self._global_batch_tokens = (
             None if global_batch_tokens is None else parse_token_count(global_batch_tokens, "data.global_batch_tokens")
         )
-        self._packing, self._loading = packing, loading
+        self._packing = packing = as_settings(PackingSettings, packing, "data.packing")
+        self._loading = loading = as_settings(LoadingSettings, loading, "data.loading")
         self._from_model = isinstance(tokenizer, str) and tokenizer == FROM_MODEL
         self._tokenize, self.vocab_size = resolve_tokenizer(tokenizer)
         self._sources = open_sources(sources, "data.sources")
@@ -125,8 +132,6 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._limit_val_batches: int | float | None = None  # the Trainer's own, while a fit does not validate
         self.check()
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------
-
     def check(self, sp_size: int = 1, dp_size: int = 1) -> None:
         """Check everything that needs no trainer and no process group.
 
@@ -138,6 +143,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             ConfigurationError: sizes that do not divide, with the arithmetic.
         """
         check_budget(self.max_tokens_per_batch, self._packing, sp_size)
+        check_warmup(self._loading.warmup, self.max_tokens_per_batch)
         self._accumulation(dp_size)
 
     def _accumulation(self, dp_size: int) -> int | None:
@@ -211,6 +217,12 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._ledger.reset(restore_state(saved, self._training_settings(), self._topology))
         return self._ledger
 
+    def _model_vocabulary(self) -> int | None:
+        """Number of token ids of the model, if it says so (``vocab_size``), so that a bad id names its document."""
+        module = None if self.trainer is None else self.trainer.lightning_module
+        vocabulary = getattr(module, "vocab_size", None)
+        return vocabulary if isinstance(vocabulary, int) else None
+
     def train_dataloader(self) -> TrainingLoader:
         """Rows for training. Without a Trainer too: each row then counts as used when it is given."""
         ledger = self._ledger or self._prepare_ledger()
@@ -243,6 +255,10 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         return self._evaluation_loader()
 
     def test_dataloader(self) -> EvaluationLoader:
+        """The same rows as for validation."""
+        return self._evaluation_loader()
+
+    def predict_dataloader(self) -> EvaluationLoader:
         """The same rows as for validation."""
         return self._evaluation_loader()
 
@@ -359,6 +375,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._packing.long_document,
             self._loading.on_bad_record,
             tuple(self.source_names.index(source.name) for source in sources),
+            self._model_vocabulary(),
         )
         multiple = lcm(self._packing.pad_to_multiple_of, self._topology.sp_size)
         return RowSettings(

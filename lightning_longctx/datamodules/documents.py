@@ -79,6 +79,8 @@ class DocumentReader:
         on_bad_record: raise, or skip and count.
         source_ids: the id that documents of each source carry; None for its place in ``sources``. Validation sources
             keep the ids of the training sources of the same name.
+        vocab_size: number of token ids that the model has; None if unknown. An id beyond it is a bad record: the model
+            would fail in the middle of a step, on one rank.
     """
 
     sources: Sequence[Source]
@@ -87,6 +89,7 @@ class DocumentReader:
     long_document: LongDocument = "split"
     on_bad_record: OnBadRecord = "error"
     source_ids: tuple[int, ...] | None = None
+    vocab_size: int | None = None
 
     def draw(self, source_id: int, number: int, record: Mapping[str, Any] | None = None) -> Draw:
         """Turn a record into documents. Never raises for bad data: the error is part of the draw.
@@ -123,7 +126,7 @@ class DocumentReader:
             raise DataError(field, "must give mappings (dicts)", got, "Give records such as {'text': ...}.")
         labels = None
         if "input_ids" in record:
-            ids = _as_tokens(record["input_ids"], field, place)
+            ids = self._as_ids(record["input_ids"], field, place)
             labels = record.get("labels")
         else:
             text = record.get(source.text_field)
@@ -136,14 +139,23 @@ class DocumentReader:
             encoded = self.tokenize(text)
             if isinstance(encoded, Mapping):
                 encoded, labels = encoded["input_ids"], encoded.get("labels")
-            ids = _as_tokens(encoded, field, place)
+            ids = self._as_ids(encoded, field, place)
         if labels is None:
             return ids, None
         aligned = _as_tokens(labels, field, place, lowest=IGNORE_INDEX)
+        trained = aligned[aligned != IGNORE_INDEX]
+        self._as_ids(trained, field, f"the labels of {place}")
         if len(aligned) != len(ids):
             got = f"{len(aligned)} labels for {len(ids)} tokens in {place}"
             raise DataError(field, "must have one label for each token (aligned, not shifted)", got, "Mask with -100.")
         return ids, aligned
+
+    def _as_ids(self, values: Any, field: str, place: str) -> Tokens:
+        ids = _as_tokens(values, field, place)
+        if self.vocab_size is not None and ids.size and ids.max() >= self.vocab_size:
+            rule = f"must have token ids below {self.vocab_size:,}, the model's vocabulary"
+            raise DataError(field, rule, f"{ids.max():,} in {place}", "Use the tokenizer of the model.")
+        return ids
 
     def _is_wanted(self, source: Source, length: int, counts: Counter[str]) -> bool:
         """Whether the document passes the limits of its source; counts why not."""

@@ -56,7 +56,7 @@ class TextFilesSource(IndexableSource):
         """Read a file as ``{text_field: its text}``."""
         path = self._paths[number]
         try:
-            return {self.text_field: Path(path).read_text(encoding="utf-8", errors=self._errors)}
+            return {self.text_field: Path(path).read_text(encoding="utf-8-sig", errors=self._errors)}
         except UnicodeDecodeError as error:
             got = f"{path}: byte {error.start} cannot be decoded"
             raise DataError(f"data.sources.{self.name}", "must be UTF-8 text", got, _SKIP) from None
@@ -98,10 +98,11 @@ class JsonLinesSource(IndexableSource):
         try:
             with open(path, "rb") as file:
                 file.seek(start)
-                record = json.loads(file.read(stop - start))
+                line = file.read(stop - start)
+            record = json.loads(line) if line.strip() else {"input_ids": []}  # a line of spaces is an empty document
         except OSError as error:
             raise DataError(f"data.sources.{self.name}", "must be readable", f"{path}: {error}", _SKIP) from None
-        except ValueError as error:  # broken JSON and broken UTF-8
+        except (ValueError, RecursionError) as error:  # broken JSON, broken UTF-8, brackets without end
             got = f"{self.describe(number)}: {error}"
             raise DataError(f"data.sources.{self.name}", "must have one JSON object a line", got, _SKIP) from None
         if not isinstance(record, dict):

@@ -5,9 +5,10 @@ Only what is implemented is here: a setting that is read and ignored would be wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.units import TokenCount, parse_token_count
@@ -22,12 +23,14 @@ __all__ = [
     "PackingSettings",
     "StopMode",
     "WarmupSettings",
+    "as_settings",
     "nearest",
 ]
 
 #: Most documents of a row: rows of many tiny documents stall variable-length attention kernels.
 MAX_DOCS_PER_PACK = 4096
 
+Settings = TypeVar("Settings")
 LongDocument = Literal["split", "error", "truncate", "drop"]
 CountMode = Literal["total", "effective"]
 StopMode = Literal["all_exhausted", "first_exhausted", "forever"]
@@ -40,6 +43,24 @@ def nearest(name: str, known: list[str]) -> str:
     close = get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."
+
+
+def as_settings(kind: type[Settings], value: Settings | Mapping[str, Any], field: str) -> Settings:
+    """Turn a mapping, as YAML and Python users write it, into settings.
+
+    Raises:
+        ConfigurationError: not a mapping, or an unknown key (the nearest one is named).
+    """
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        fix = f"Give {kind.__name__} or a mapping of its fields."
+        raise ConfigurationError(field, f"must be {kind.__name__}", repr(value), fix)
+    known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
+    for key in value:
+        if key not in known:
+            raise ConfigurationError(field, "must have known keys only", repr(key), nearest(str(key), known))
+    return kind(**value)
 
 
 def _check_choice(field: str, value: str, choices: object) -> None:
@@ -170,6 +191,7 @@ class LoadingSettings:
     warmup: WarmupSettings = WarmupSettings()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "warmup", as_settings(WarmupSettings, self.warmup, "data.loading.warmup"))
         _check_choice("loading.stop_mode", self.stop_mode, StopMode)
         _check_choice("loading.on_bad_record", self.on_bad_record, OnBadRecord)
         _check_choice("loading.on_uneven_end", self.on_uneven_end, OnUnevenEnd)

@@ -5,10 +5,26 @@ from __future__ import annotations
 from math import lcm
 
 from lightning_longctx.datamodules.selection import Budget
-from lightning_longctx.datamodules.settings import PackingSettings
+from lightning_longctx.datamodules.settings import PackingSettings, WarmupSettings
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import parse_token_count
 
-__all__ = ["accumulation", "check_budget", "row_budget"]
+__all__ = ["accumulation", "check_budget", "check_micro_batch_size", "check_warmup", "row_budget"]
+
+# Document bounds are int32, as variable-length attention kernels want them.
+_MAX_ROW = 2**31 - 1
+
+
+def check_micro_batch_size(value: int) -> int:
+    """Return the number of windows in a row.
+
+    Raises:
+        ConfigurationError: not a positive integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        fix = "Write the number of windows in a row, such as 1."
+        raise ConfigurationError("data.micro_batch_size", "must be a positive integer", repr(value), fix)
+    return value
 
 
 def check_budget(max_tokens_per_batch: int, packing: PackingSettings, sp_size: int) -> None:
@@ -17,6 +33,10 @@ def check_budget(max_tokens_per_batch: int, packing: PackingSettings, sp_size: i
     Raises:
         ConfigurationError: the budget is no multiple of the padding and the sequence-parallel size.
     """
+    if max_tokens_per_batch > _MAX_ROW:
+        fix = "Use a shorter window or a smaller micro_batch_size."
+        rule = f"times micro_batch_size must be at most {_MAX_ROW:,} (bounds are 32-bit)"
+        raise ConfigurationError("data.max_seq_len", rule, f"{max_tokens_per_batch:,}", fix)
     multiple = lcm(packing.pad_to_multiple_of, sp_size)
     rest = max_tokens_per_batch % multiple
     if rest:
@@ -27,6 +47,17 @@ def check_budget(max_tokens_per_batch: int, packing: PackingSettings, sp_size: i
             f"{max_tokens_per_batch} = {max_tokens_per_batch // multiple} x {multiple} + {rest}",
             f"Use {max_tokens_per_batch - rest or multiple} tokens.",
         )
+
+
+def check_warmup(warmup: WarmupSettings, max_tokens_per_batch: int) -> None:
+    """Check that a growing budget starts below the full one.
+
+    Raises:
+        ConfigurationError: it starts above.
+    """
+    if warmup.steps and parse_token_count(warmup.initial_tokens) > max_tokens_per_batch:
+        field, rule = "data.loading.warmup.initial_tokens", f"must be at most {max_tokens_per_batch:,}, the full budget"
+        raise ConfigurationError(field, rule, warmup.initial_tokens, "Start lower, or leave the warm-up out.")
 
 
 def accumulation(global_batch_tokens: int, max_tokens_per_batch: int, dp_size: int) -> int:

@@ -19,6 +19,8 @@ from lightning_longctx.units import TokenCount, parse_token_count
 __all__ = ["IndexableSource", "SequenceSource", "Source", "SourceSettings", "StreamingSource", "records_source"]
 
 
+_INFINITY = float("inf")
+
 Modality = Literal["text", "multimodal", "diffusion"]
 
 
@@ -56,10 +58,14 @@ class SourceSettings:
         if (self.path is None) == (self.records is None):
             got = "both" if self.path else "neither"
             raise ConfigurationError("data.sources", "must have one of `path` and `records`", got, "Give one of them.")
-        if not 0 < self.weight < float("inf"):
+        if (
+            isinstance(self.weight, bool)
+            or not isinstance(self.weight, (int, float))
+            or not 0 < self.weight < _INFINITY
+        ):
             fix = "Leave the source out instead."
             raise ConfigurationError(
-                "data.sources", "must have a positive `weight`, and a finite one", self.weight, fix
+                "data.sources", "must have a positive `weight`, and a finite one", repr(self.weight), fix
             )
         if self.modality not in get_args(Modality):
             fix = nearest(str(self.modality), list(get_args(Modality)))
@@ -68,6 +74,9 @@ class SourceSettings:
             self.min_tokens = parse_token_count(self.min_tokens, "data.sources.min_tokens")
         if self.max_tokens is not None:
             self.max_tokens = parse_token_count(self.max_tokens, "data.sources.max_tokens")
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            got = f"{self.min_tokens} above {self.max_tokens}"
+            raise ConfigurationError("data.sources.min_tokens", "must be at most `max_tokens`", got, "Exchange them.")
 
     @classmethod
     def of(cls, name: str, value: Any) -> SourceSettings:
@@ -91,7 +100,11 @@ class SourceSettings:
                     raise ConfigurationError(
                         f"data.sources.{name}", "must have known keys only", repr(key), nearest(str(key), known)
                     )
-            return cls(**value)
+            try:
+                return cls(**value)
+            except ConfigurationError as error:
+                field = error.field.replace("data.sources", f"data.sources.{name}", 1)
+                raise ConfigurationError(field, error.rule, error.got, error.fix) from None
         if isinstance(value, Iterable) or _is_sequence(value):
             return cls(records=value)
         fix = "Give a path, a built-in name, or a sequence or iterable of dicts."

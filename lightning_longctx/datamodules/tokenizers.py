@@ -53,7 +53,11 @@ class FileTokenizer:
         except ImportError:
             fix = "pip install 'lightning-longctx[hf]'."
             raise ConfigurationError("data.tokenizer", "needs the tokenizers package", path, fix) from None
-        self._tokenizer = Tokenizer.from_file(path)
+        try:
+            self._tokenizer = Tokenizer.from_file(path)
+        except Exception as error:  # the library raises nothing more specific
+            fix = "Give the `tokenizer.json` that was saved with the model."
+            raise ConfigurationError("data.tokenizer", "must be a tokenizer file", f"{path}: {error}", fix) from error
 
     @property
     def vocab_size(self) -> int:

@@ -116,6 +116,11 @@ class CausalLMModule(LightningModule):
             }
         )
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the model; the data module checks documents against it."""
+        return int(self.config.vocab_size)
+
     def check(self, sp_size: int = 1, max_seq_len: int | None = None, vocab_size: int | None = None) -> None:
         """Compare the configuration with a run, without a Trainer or weights. The command line asks it first.
 
