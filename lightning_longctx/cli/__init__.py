@@ -90,19 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FieldError, CommandLineError) as error:
         _report(error)
         return CONFIGURATION_EXIT_CODE
-    except ValueError as error:
-        # A class that refuses its arguments inside a choice of types: jsonargparse wraps the refusal.
-        if (refusal := _refusal(error)) is None:
-            raise
-        _report(refusal)
-        return CONFIGURATION_EXIT_CODE
-
-
-def _refusal(error: BaseException | None) -> FieldError | None:
-    """The error of ours that ``error`` was raised from, if any."""
-    while error is not None and not isinstance(error, FieldError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _run(words: list[str]) -> int:
