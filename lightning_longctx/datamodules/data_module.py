@@ -169,7 +169,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
 
     def _announce(self) -> None:
         self._to_announce = True
-        rank_zero_info(start_line(self.max_tokens_per_batch, self._topology.dp_size, self._policy))
+        rank_zero_info(start_line(self.max_tokens_per_batch, self._topology.dp_size, self._policy, self.counters))
         if (warning := cold_start_warning(self.max_seq_len, self._policy)) is not None:
             rank_zero_warn(warning, category=UserWarning)
 

@@ -9,9 +9,11 @@ from lightning_longctx.datamodules.policies import LONG_CONTEXT, BufferPolicy, F
 __all__ = ["cold_start_warning", "first_row_line", "start_line", "summarize"]
 
 
-def start_line(max_tokens_per_batch: int, dp_size: int, policy: BufferPolicy) -> str:
-    """What a row holds and waits for."""
-    return f"Rows: {max_tokens_per_batch:,} tokens x {dp_size} data-parallel ranks; {policy.describe()}."
+def start_line(max_tokens_per_batch: int, dp_size: int, policy: BufferPolicy, counters: Mapping[str, int]) -> str:
+    """What a row holds and waits for, and how many documents that is, as far as any were read (after a resume)."""
+    read, tokens = counters["documents_read"], counters["tokens_read"]
+    expected = f"; about {max_tokens_per_batch * read / tokens:,.0f} documents each, as those so far" if tokens else ""
+    return f"Rows: {max_tokens_per_batch:,} tokens x {dp_size} data-parallel ranks; {policy.describe()}{expected}."
 
 
 def cold_start_warning(max_seq_len: int, policy: BufferPolicy) -> str | None:
