@@ -19,7 +19,7 @@ import traceback
 import warnings
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -112,6 +112,17 @@ def _pickled(error: BaseException) -> bytes:
     return data
 
 
+# Where stacks go; the process's own file, open for its whole life.
+_stacks: IO[str] | None = None
+
+
+def _show_stack_on_signal() -> None:
+    """Print all stacks on SIGUSR1. Before each task: Lightning resets the handlers of all signals after a run."""
+    if _stacks is not None:
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)
+
+
 def serve(connection: Connection) -> None:
     """Run tasks until the pool closes the pipe.
 
@@ -126,6 +137,7 @@ def serve(connection: Connection) -> None:
         except EOFError:
             return
         state.prepare(task)
+        _show_stack_on_signal()
         connection.send_bytes(pickle.dumps(_run(task)))
         connection.recv_bytes()
         state.restore()
@@ -139,8 +151,8 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan keeps a core busy
     os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0")
     torch.set_num_threads(1)
-    with open(stack_file, "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    global _stacks
+    with open(stack_file, "w") as _stacks:
         serve(Connection(descriptor))
 
 
