@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_longctx.callbacks import TrainingMetrics
 from lightning_longctx.cli.arguments import Arguments, nearest, read_arguments
-from lightning_longctx.cli.checks import check_checkpoint_path, check_sizes
+from lightning_longctx.cli.checks import check_checkpoint_path, check_sizes, hidden_refusal
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.explain import explain
 from lightning_longctx.cli.schema import Place, class_names, spell_flag
@@ -181,15 +181,18 @@ class LongContextCLI(LightningCLI):
         except ValueError as error:  # Lightning's answer to an accelerator, device or precision that it does not know
             raise CommandLineError(str(error)) from error
 
-    @staticmethod
     @contextmanager
-    def _told_in_one_line() -> Iterator[None]:
+    def _told_in_one_line(self) -> Iterator[None]:
         try:
             yield
         except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
             origin = _original(error)
             if isinstance(origin, (MisconfigurationException, ModuleNotFoundError)):  # no such device or package
                 raise CommandLineError(str(origin)) from error
+            if not isinstance(origin, FieldError) and (
+                refusal := hidden_refusal(self._get(self.config.as_dict(), "data"))
+            ):
+                raise refusal from error
             raise origin from None
 
     def _run_subcommand(self, subcommand: str) -> None:

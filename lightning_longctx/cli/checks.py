@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.errors import ConfigurationError, FieldError
 
-__all__ = ["check_checkpoint_path", "check_sizes"]
+__all__ = ["check_checkpoint_path", "check_sizes", "hidden_refusal"]
 
 # Words that Lightning takes for ckpt_path instead of a path.
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
@@ -69,6 +70,35 @@ def check_sizes(trainer: Trainer, datamodule: LightningDataModule | None, model:
     check_model = getattr(trainer.strategy, "check_model", None)
     if callable(check_model):
         check_model(model)
+
+
+def hidden_refusal(config: Any) -> FieldError | None:
+    """Find which of our classes refuses its settings, after building the whole configuration failed.
+
+    Where a setting may be a name or a class, jsonargparse tries both and tells of the last attempt only, so the refusal
+    of the class is lost. Classes with plain settings are built again, alone, until one refuses.
+
+    Args:
+        config: a parsed configuration as plain containers, or a part of it.
+    """
+    if not isinstance(config, dict):
+        return None
+    for value in config.values():
+        if (found := hidden_refusal(value)) is not None:
+            return found
+    path, settings = config.get("class_path"), config.get("init_args")
+    if not isinstance(path, str) or not path.startswith("lightning_longctx.") or not isinstance(settings, dict):
+        return None
+    if any(isinstance(value, dict) for value in settings.values()):
+        return None
+    module, _, name = path.rpartition(".")
+    try:
+        getattr(importlib.import_module(module), name)(**settings)
+    except FieldError as refusal:
+        return refusal
+    except (TypeError, ValueError, AttributeError):  # not for us to explain: the first error stands
+        return None
+    return None
 
 
 def _call_check(check: Callable[..., Any], facts: dict[str, int | None]) -> None:

@@ -189,6 +189,26 @@ def test_our_error_in_a_nested_constructor(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (
+            {"class_path": "FixedBufferPolicy", "init_args": {"size": 0}},
+            "`buffer_policy.size` must be a positive integer",
+        ),
+        (
+            {"class_path": "AdaptiveBufferPolicy", "init_args": {"fill_target": 2}},
+            "`buffer_policy.fill_target` must be",
+        ),
+    ],
+)
+def test_a_refusal_of_a_policy_is_not_lost(
+    policy: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = changed(changed(OURS, "data.sources", {"a": "package-metadata"}), "data.buffer_policy", policy)
+    assert said in refused(config, capsys)
+
+
 def test_a_bug_of_the_user_keeps_its_traceback() -> None:
     callback = {"class_path": "tests.cli.toys.BrokenCallback", "init_args": {"how": "bug"}}
     with pytest.raises(ValueError, match=r"^a bug of the user$"):
