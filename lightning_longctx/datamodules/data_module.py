@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from math import lcm
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,25 +14,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_longctx.batch import is_packed_batch
+from lightning_longctx.datamodules.assembly import EVALUATION_DOCUMENTS, RowAssembly
 from lightning_longctx.datamodules.choosing import resolve_policy
-from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.files import open_sources
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
 from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, summarize
-from lightning_longctx.datamodules.mixing import SequenceSettings
 from lightning_longctx.datamodules.policies import BufferPolicy, DocumentCountPolicy, FixedBufferPolicy, PackingFacts
 from lightning_longctx.datamodules.row_state import COUNTERS, RowState
-from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowWarmup
+from lightning_longctx.datamodules.rows import RowBuilder, RowSettings
 from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings, as_settings
 from lightning_longctx.datamodules.sizes import (
     accumulation,
     check_budget,
     check_micro_batch_size,
     check_warmup,
-    row_budget,
 )
-from lightning_longctx.datamodules.sources import Source, SourceSettings
+from lightning_longctx.datamodules.sources import SourceSettings
 from lightning_longctx.datamodules.state import restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
 from lightning_longctx.errors import ConfigurationError
@@ -41,10 +38,6 @@ from lightning_longctx.topology import Topology, topology_of
 from lightning_longctx.units import TokenCount, parse_token_count
 
 __all__ = ["DynamicBatchingDataModule"]
-
-#: How many training documents stand in for validation data where there is none. A look at the loss in about a minute at
-#: a window of 4,096 on a laptop; the same documents each time and on any layout.
-EVALUATION_DOCUMENTS = 16
 
 _DEFAULT_PACKING = PackingSettings()
 _DEFAULT_LOADING = LoadingSettings()
@@ -105,25 +98,33 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._global_batch_tokens = (
             None if global_batch_tokens is None else parse_token_count(global_batch_tokens, "data.global_batch_tokens")
         )
-        self._packing = packing = as_settings(PackingSettings, packing, "data.packing")
-        self._loading = loading = as_settings(LoadingSettings, loading, "data.loading")
+        packing = as_settings(PackingSettings, packing, "data.packing")
+        loading = as_settings(LoadingSettings, loading, "data.loading")
         self._from_model = isinstance(tokenizer, str) and tokenizer == FROM_MODEL
-        self._tokenize, self.vocab_size = resolve_tokenizer(tokenizer)
-        self._sources = open_sources(sources, "data.sources")
-        self._validation = (
-            None if validation_sources is None else open_sources(validation_sources, "data.validation_sources")
+        tokenize, self.vocab_size = resolve_tokenizer(tokenizer)
+        opened = open_sources(sources, "data.sources")
+        validation = None if validation_sources is None else open_sources(validation_sources, "data.validation_sources")
+        extra = [source.name for source in validation or [] if source.name not in sources]
+        self.source_names = [*map(str, sources), *extra]
+        self._assembly = RowAssembly(
+            opened,
+            validation,
+            tuple(self.source_names),
+            self.max_seq_len,
+            self.max_tokens_per_batch,
+            packing,
+            loading,
+            tokenize,
         )
         self.packing_facts = PackingFacts(
             self.max_seq_len,
             micro_batch_size,
             packing.count_mode,
-            modalities=tuple(source.modality for source in self._sources),
+            modalities=tuple(source.modality for source in opened),
             dynamic=packing.dynamic,
         )
         policy = resolve_policy(buffer_policy, self.packing_facts)
         self._policy = policy if packing.dynamic else DocumentCountPolicy(packing.documents_per_batch)
-        extra = [source.name for source in self._validation or [] if source.name not in sources]
-        self.source_names = [*sources, *extra]
         self._topology = Topology()
         self._ledger: ConsumptionLedger | None = None
         self._loader: TrainingLoader | None = None
@@ -142,8 +143,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         Raises:
             ConfigurationError: sizes that do not divide, with the arithmetic.
         """
-        check_budget(self.max_tokens_per_batch, self._packing, sp_size)
-        check_warmup(self._loading.warmup, self.max_tokens_per_batch)
+        check_budget(self.max_tokens_per_batch, self._assembly.packing, sp_size)
+        check_warmup(self._assembly.loading.warmup, self.max_tokens_per_batch)
         self._accumulation(dp_size)
 
     def _accumulation(self, dp_size: int) -> int | None:
@@ -161,7 +162,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._topology = topology
         if self._from_model:
             self.use_tokenizer_of(self.trainer.lightning_module if self.trainer is not None else None)
-        self._allow_validation(stage != TrainerFn.FITTING or self._validation is not None)
+        self._allow_validation(stage != TrainerFn.FITTING or self._assembly.validation is not None)
         if stage == TrainerFn.FITTING:
             self._set_accumulation(topology.dp_size)
             self._prepare_ledger()
@@ -196,7 +197,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             fix = "Use CausalLMModule with `pretrained`, write the method, or name a tokenizer file."
             raise ConfigurationError("data.tokenizer", "from_model needs a model that has a tokenizer", got, fix)
         tokenizer = ModelTokenizer(load())
-        self._tokenize, self.vocab_size = tokenizer, tokenizer.vocab_size
+        self._assembly, self.vocab_size = replace(self._assembly, tokenize=tokenizer), tokenizer.vocab_size
 
     def _set_accumulation(self, dp_size: int) -> None:
         steps, trainer = self._accumulation(dp_size), self.trainer
@@ -226,7 +227,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> TrainingLoader:
         """Rows for training. Without a Trainer too: each row then counts as used when it is given."""
         ledger = self._ledger or self._prepare_ledger()
-        plan = RowPlan(self._training_settings(), self._policy, self._topology, self._loading.on_uneven_end)
+        plan = RowPlan(self._training_settings(), self._policy, self._topology, self._assembly.loading.on_uneven_end)
         self._loader = TrainingLoader(plan, ledger, (lambda: ledger.use(0)) if self.trainer is None else None)
         return self._loader
 
@@ -240,14 +241,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             seed: of the order of documents. Default None: ``loading.seed``.
             kind: class to build, for tools that watch what is read and chosen.
         """
-        settings, multiple = self._training_settings(), lcm(self._packing.pad_to_multiple_of, topology.sp_size)
-        sequence = settings.sequence if seed is None else replace(settings.sequence, seed=seed)
-        settings = replace(
-            settings,
-            sequence=sequence,
-            budget=row_budget(self._packing, self.max_tokens_per_batch, self.max_seq_len, multiple),
-            pad_to_multiple_of=multiple,
-        )
+        settings = self._assembly.training(topology.sp_size, self._model_vocabulary(), self._accumulate())
+        if seed is not None:
+            settings = replace(settings, sequence=replace(settings.sequence, seed=seed))
         return kind(settings, deepcopy(self._policy), RowState(dp_rank=topology.dp_rank, dp_size=topology.dp_size))
 
     def val_dataloader(self) -> EvaluationLoader:
@@ -345,49 +341,19 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _training_settings(self) -> RowSettings:
-        loading = self._loading
-        sequence = SequenceSettings(seed=loading.seed, shuffle=loading.shuffle, stop_mode=loading.stop_mode)
-        settings = self._row_settings(self._sources, sequence, drop_last=loading.drop_last)
-        accumulate = 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
-        tokens = parse_token_count(loading.warmup.initial_tokens)
-        warmup = RowWarmup(loading.warmup.steps * accumulate, tokens) if loading.warmup.steps else None
-        return replace(settings, balance=loading.balance, warmup=warmup)
+        return self._assembly.training(self._topology.sp_size, self._model_vocabulary(), self._accumulate())
+
+    def _accumulate(self) -> int:
+        return 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
 
     def _evaluation_loader(self) -> EvaluationLoader:
-        if self._validation is not None:
-            sources, sequence = self._validation, SequenceSettings(shuffle=False)
-        else:
-            sources, sequence = self._sources, SequenceSettings(seed=self._loading.seed, limit=EVALUATION_DOCUMENTS)
+        if self._assembly.validation is None:
             rank_zero_info(
                 f"`data.validation_sources` is not set: the loss is that of {EVALUATION_DOCUMENTS} training documents."
             )
-        settings = self._row_settings(sources, sequence)
+        settings = self._assembly.evaluation(self._topology.sp_size, self._model_vocabulary())
         # One candidate is enough here: order matters more than fill, and no batch waits for a pool.
         return EvaluationLoader(RowPlan(settings, FixedBufferPolicy(size=1), self._topology, "pad"))
-
-    def _row_settings(
-        self, sources: Sequence[Source], sequence: SequenceSettings, drop_last: bool = False
-    ) -> RowSettings:
-        reader = DocumentReader(
-            sources,
-            self._tokenize,
-            self.max_seq_len,
-            self._packing.long_document,
-            self._loading.on_bad_record,
-            tuple(self.source_names.index(source.name) for source in sources),
-            self._model_vocabulary(),
-        )
-        multiple = lcm(self._packing.pad_to_multiple_of, self._topology.sp_size)
-        return RowSettings(
-            reader,
-            sequence,
-            row_budget(self._packing, self.max_tokens_per_batch, self.max_seq_len, multiple),
-            self._packing.count_mode == "effective",
-            multiple,
-            self._loading.num_workers,
-            drop_last=drop_last,
-            cut_to_fill=self._packing.cut_to_fill,
-        )
 
     def global_counters(self) -> dict[str, int]:
         """:attr:`counters` summed over all ranks: one reduction, which every rank must take part in."""

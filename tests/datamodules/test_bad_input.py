@@ -40,8 +40,8 @@ def test_groups_may_be_mappings_in_python_too() -> None:
     data = DynamicBatchingDataModule(
         TEXT, loading={"seed": 7, "warmup": {"steps": 2}}, packing={"long_document": "drop"}
     )
-    assert (data._loading.seed, data._loading.warmup.steps, data._packing.long_document) == (7, 2, "drop")
-    assert LoadingSettings(warmup={"steps": 2}) == LoadingSettings(warmup=data._loading.warmup)
+    assert (data._assembly.loading.seed, data._assembly.loading.warmup.steps, data._assembly.packing.long_document) == (7, 2, "drop")
+    assert LoadingSettings(warmup={"steps": 2}) == LoadingSettings(warmup=data._assembly.loading.warmup)
 
 
 def test_brackets_without_end_are_a_bad_record(tmp_path: Path) -> None:

@@ -260,8 +260,8 @@ def test_a_configuration_file_fills_every_setting() -> None:
     rows = _rows(data)
     assert all(row["input_ids"].numel() % 8 == 0 for row in rows)
     assert data.counters["documents_read"] >= 2
-    assert data._sources[1].weight == 0.4
-    assert data._sources[1].max_tokens == 65536
+    assert data._assembly.sources[1].weight == 0.4
+    assert data._assembly.sources[1].max_tokens == 65536
     assert data._policy.size == 3
     wrong = parser.parse_string("data: {sources: {lines: {path: a.jsonl, wieght: 1}}}")
     with pytest.raises(ConfigurationError, match="Did you mean 'weight'"):
