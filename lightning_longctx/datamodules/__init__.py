@@ -13,7 +13,7 @@ from lightning_longctx.datamodules.policies import (
 from lightning_longctx.datamodules.selection import Budget, PoolView
 from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings
 from lightning_longctx.datamodules.simulation import PackingReport, simulate_packing
-from lightning_longctx.datamodules.sources import SourceSettings
+from lightning_longctx.datamodules.source_settings import SourceSettings
 
 __all__ = [
     "AdaptiveBufferPolicy",

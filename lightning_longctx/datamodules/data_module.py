@@ -17,6 +17,7 @@ from lightning_longctx.batch import is_packed_batch
 from lightning_longctx.datamodules.assembly import EVALUATION_DOCUMENTS, RowAssembly
 from lightning_longctx.datamodules.choosing import resolve_policy
 from lightning_longctx.datamodules.files import open_sources
+from lightning_longctx.datamodules.formats import check_tokenizer
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
 from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, summarize
@@ -30,7 +31,7 @@ from lightning_longctx.datamodules.sizes import (
     check_micro_batch_size,
     check_warmup,
 )
-from lightning_longctx.datamodules.sources import SourceSettings
+from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.datamodules.state import restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
 from lightning_longctx.errors import ConfigurationError
@@ -104,6 +105,11 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         tokenize, self.vocab_size = resolve_tokenizer(tokenizer)
         opened = open_sources(sources, "data.sources")
         validation = None if validation_sources is None else open_sources(validation_sources, "data.validation_sources")
+        every = [*opened, *(validation or [])]
+        if all(source.is_pretokenized for source in every):
+            self.vocab_size = None  # that of a tokenizer that is never asked says nothing about the ids
+        elif tokenize is not None:
+            check_tokenizer(every, tokenize)
         extra = [source.name for source in validation or [] if source.name not in sources]
         self.source_names = [*map(str, sources), *extra]
         self._assembly = RowAssembly(
@@ -197,6 +203,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             fix = "Use CausalLMModule with `pretrained`, write the method, or name a tokenizer file."
             raise ConfigurationError("data.tokenizer", "from_model needs a model that has a tokenizer", got, fix)
         tokenizer = ModelTokenizer(load())
+        check_tokenizer([*self._assembly.sources, *(self._assembly.validation or [])], tokenizer)
         self._assembly, self.vocab_size = replace(self._assembly, tokenize=tokenizer), tokenizer.vocab_size
 
     def _set_accumulation(self, dp_size: int) -> None:

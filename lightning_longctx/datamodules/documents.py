@@ -15,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_longctx.batch import IGNORE_INDEX
+from lightning_longctx.datamodules.bad_record import BadRecord
+from lightning_longctx.datamodules.formats import encode_record
 from lightning_longctx.datamodules.settings import LongDocument, OnBadRecord
-from lightning_longctx.datamodules.sources import IndexableSource, Source
+from lightning_longctx.datamodules.sources import IndexableSource, Source, StreamingSource
 from lightning_longctx.datamodules.tokenizers import Tokenize
 from lightning_longctx.errors import DataError
 
@@ -100,61 +102,44 @@ class DocumentReader:
             record: the record of a stream; None for an indexable source, which is read here.
         """
         source = self.sources[source_id]
-        draw = Draw()
+        draw, given = Draw(), record
         try:
-            if record is None:
-                assert isinstance(source, IndexableSource)
-                record = source.read(number)
-            ids, labels = self._encode(source, number, record)
+            record = _read(source, number, record)
+            ids, labels = self._encode(source, record)
             draw.counts["documents_read"] += 1
             draw.counts["tokens_read"] += len(ids)
             if self._is_wanted(source, len(ids), draw.counts):
                 carried = source_id if self.source_ids is None else self.source_ids[source_id]
                 document = Document(carried, number, 0, ids, labels)
-                draw.documents.extend(self._cut(source, document, draw.counts))
-        except DataError as error:
+                draw.documents.extend(self._cut(document, draw.counts))
+        except (BadRecord, DataError) as error:
             if self.on_bad_record == "skip" and error.rule != _TOO_LONG:
                 draw.counts["bad_records_skipped"] += 1
             else:
-                draw.error = error
+                place = source.describe(number, given)  # only now: it may read the file
+                draw.error = error.at(source.field, place) if isinstance(error, BadRecord) else error
         return draw
 
-    def _encode(self, source: Source, number: int, record: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:
-        field, place = f"data.sources.{source.name}", source.describe(number)
+    def _encode(self, source: Source, record: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:
         if not isinstance(record, Mapping):
-            got = f"a {type(record).__name__} in {place}"
-            raise DataError(field, "must give mappings (dicts)", got, "Give records such as {'text': ...}.")
-        labels = None
-        if "input_ids" in record:
-            ids = self._as_ids(record["input_ids"], field, place)
-            labels = record.get("labels")
-        else:
-            text = record.get(source.text_field)
-            if not isinstance(text, str):
-                got = f"{type(text).__name__} there and the keys {sorted(map(str, record))} in {place}"
-                fix = "Name the key with `text_field`, or give `input_ids`."
-                raise DataError(field, f"must have a text under {source.text_field!r}", got, fix)
-            if self.tokenize is None:
-                raise DataError(field, "needs a tokenizer", f"text in {place}", "Set `data.tokenizer`.")
-            encoded = self.tokenize(text)
-            if isinstance(encoded, Mapping):
-                encoded, labels = encoded["input_ids"], encoded.get("labels")
-            ids = self._as_ids(encoded, field, place)
+            fix = "Give records such as {'text': ...}."
+            raise BadRecord("must give mappings (dicts)", f"a {type(record).__name__} in", fix)
+        values, labels = encode_record(source.settings, record, self.tokenize)
+        ids = self._as_ids(values)
         if labels is None:
             return ids, None
-        aligned = _as_tokens(labels, field, place, lowest=IGNORE_INDEX)
-        trained = aligned[aligned != IGNORE_INDEX]
-        self._as_ids(trained, field, f"the labels of {place}")
+        aligned = _as_tokens(labels, lowest=IGNORE_INDEX)
+        self._as_ids(aligned[aligned != IGNORE_INDEX], "the labels of")
         if len(aligned) != len(ids):
-            got = f"{len(aligned)} labels for {len(ids)} tokens in {place}"
-            raise DataError(field, "must have one label for each token (aligned, not shifted)", got, "Mask with -100.")
+            got = f"{len(aligned)} labels for {len(ids)} tokens in"
+            raise BadRecord("must have one label for each token (aligned, not shifted)", got, "Mask with -100.")
         return ids, aligned
 
-    def _as_ids(self, values: Any, field: str, place: str) -> Tokens:
-        ids = _as_tokens(values, field, place)
+    def _as_ids(self, values: Any, part: str = "") -> Tokens:
+        ids = _as_tokens(values)
         if self.vocab_size is not None and ids.size and ids.max() >= self.vocab_size:
             rule = f"must have token ids below {self.vocab_size:,}, the model's vocabulary"
-            raise DataError(field, rule, f"{ids.max():,} in {place}", "Use the tokenizer of the model.")
+            raise BadRecord(rule, f"{ids.max():,} in {part}".rstrip(), "Use the tokenizer of the model.")
         return ids
 
     def _is_wanted(self, source: Source, length: int, counts: Counter[str]) -> bool:
@@ -175,15 +160,14 @@ class DocumentReader:
         counts["tokens_dropped"] += length
         return False
 
-    def _cut(self, source: Source, document: Document, counts: Counter[str]) -> Iterator[Document]:
+    def _cut(self, document: Document, counts: Counter[str]) -> Iterator[Document]:
         length = len(document)
         if length <= self.window:
             yield document
             return
         if self.long_document == "error":
-            got = f"{length} tokens in {source.describe(document.number)}"
             fix = "Raise `max_seq_len`, or set `packing.long_document` to split, truncate or drop."
-            raise DataError(f"data.sources.{source.name}", _TOO_LONG, got, fix)
+            raise BadRecord(_TOO_LONG, f"{length} tokens in", fix)
         if self.long_document == "truncate":
             counts["documents_truncated"] += 1
             counts["tokens_truncated"] += length - self.window
@@ -197,15 +181,23 @@ class DocumentReader:
 _TOO_LONG = "must not be longer than `max_seq_len` under long_document: error"
 
 
-def _as_tokens(values: Any, field: str, place: str, lowest: int = 0) -> Tokens:
+def _read(source: Source, number: int, record: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The record itself: read by number, or what a stream gave, which its source may have to decode."""
+    if record is None:
+        assert isinstance(source, IndexableSource)
+        return source.read(number)
+    return source.decode(record) if isinstance(source, StreamingSource) else record
+
+
+def _as_tokens(values: Any, lowest: int = 0) -> Tokens:
     array = np.asarray(values)
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        got = f"{array.dtype} {list(array.shape)} in {place}"
-        raise DataError(field, "must give one list of integer token ids", got, "Give a flat list of ints.")
+        got = f"{array.dtype} {list(array.shape)} in"
+        raise BadRecord("must give one list of integer token ids", got, "Give a flat list of ints.")
     least, most = int(array.min()), int(array.max())
     if least < lowest or most > np.iinfo(np.int32).max:
-        got = f"{least} to {most} in {place}"
-        raise DataError(field, f"must give token ids from {lowest} that fit 32 bits", got, "Check the tokenizer.")
+        got = f"{least} to {most} in"
+        raise BadRecord(f"must give token ids from {lowest} that fit 32 bits", got, "Check the tokenizer.")
     return array.astype(np.int32)

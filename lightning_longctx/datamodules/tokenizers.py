@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_longctx.datamodules.chat import ChatTemplate
 from lightning_longctx.datamodules.settings import nearest
 from lightning_longctx.errors import ConfigurationError
 
@@ -26,7 +27,7 @@ BYTES_VOCAB_SIZE = 257
 FROM_MODEL = "from_model"
 
 
-def bytes_tokenizer(text: str) -> NDArray[np.int32]:
+class BytesTokenizer:
     """UTF-8 bytes and an end-of-document id: needs no file, has no unknown text, and any text can be read back.
 
     An empty text gives no token at all, so that empty documents are dropped and counted.
@@ -35,13 +36,27 @@ def bytes_tokenizer(text: str) -> NDArray[np.int32]:
         >>> bytes_tokenizer("hi").tolist()
         [104, 105, 256]
     """
-    data = text.encode("utf-8", errors="surrogatepass")
-    if not data:
-        return np.empty(0, np.int32)
-    ids = np.empty(len(data) + 1, np.int32)
-    ids[:-1] = np.frombuffer(data, np.uint8)
-    ids[-1] = END_OF_DOCUMENT
-    return ids
+
+    vocab_size = BYTES_VOCAB_SIZE
+
+    def __call__(self, text: str) -> NDArray[np.int32]:
+        """Encode one text."""
+        data = text.encode("utf-8", errors="surrogatepass")
+        if not data:
+            return np.empty(0, np.int32)
+        ids = np.empty(len(data) + 1, np.int32)
+        ids[:-1] = np.frombuffer(data, np.uint8)
+        ids[-1] = END_OF_DOCUMENT
+        return ids
+
+    def join(self, prompt: str, response: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The ids of a prompt, and of a response, which ends the document; none if both are empty."""
+        if not prompt and not response:
+            return self(""), self("")
+        return self(prompt)[:-1], self(response) if response else np.array([END_OF_DOCUMENT], np.int32)
+
+
+bytes_tokenizer = BytesTokenizer()
 
 
 class FileTokenizer:
@@ -68,16 +83,29 @@ class FileTokenizer:
         """Encode one text; an empty text gives no token."""
         return list(self._tokenizer.encode(text).ids) if text else []
 
+    def join(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """The ids of a prompt and of a response; special tokens only before the one and behind the other."""
+        return _joined(
+            self, lambda text: list(self._tokenizer.encode(text, add_special_tokens=False).ids), prompt, response
+        )
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special ones included: for people who look at what is trained on."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class ModelTokenizer:
-    """A Hugging Face tokenizer. Ends each document with its end-of-sequence token, if it has one and did not add it."""
+    """A Hugging Face tokenizer. Ends each document with its end-of-sequence token, if it has one and did not add it.
+
+    Attributes:
+        chat: see :meth:`ChatTemplate.encode`; None if the tokenizer has no chat template, or is not a fast one. A
+            conversation ends as the template ends it.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        able = getattr(tokenizer, "chat_template", None) and getattr(tokenizer, "is_fast", False)
+        self.chat = ChatTemplate(tokenizer).encode if able else None
 
     @property
     def vocab_size(self) -> int:
@@ -94,9 +122,38 @@ class ModelTokenizer:
         end = self._tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
+    def join(self, prompt: str, response: str) -> tuple[list[int], list[int]]:
+        """The ids of a prompt and of a response; special tokens only before the one and behind the other."""
+
+        def plain(text: str) -> list[int]:
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+        return _joined(self, plain, prompt, response)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special ones included: for people who look at what is trained on."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _joined(
+    whole: Callable[[str], list[int]], plain: Callable[[str], list[int]], prompt: str, response: str
+) -> tuple[list[int], list[int]]:
+    """Two texts that are tokenized apart, as they are when the model answers: none of its tokens spans both."""
+    parts = [(whole(text), plain(text)) for text in (prompt, response) if text]
+    if not parts:
+        return [], []
+    before, _ = _added(*parts[0])
+    _, behind = _added(*parts[-1])
+    return [*before, *(plain(prompt) if prompt else [])], [*(plain(response) if response else []), *behind]
+
+
+def _added(whole: list[int], plain: list[int]) -> tuple[list[int], list[int]]:
+    """The special tokens before and behind a text: how ``whole`` differs from ``plain``."""
+    for start in range(len(whole) - len(plain) + 1):
+        stop = start + len(plain)
+        if whole[start:stop] == plain:
+            return whole[:start], whole[stop:]
+    return [], []
 
 
 def resolve_tokenizer(tokenizer: str | Tokenize) -> tuple[Tokenize | None, int | None]:

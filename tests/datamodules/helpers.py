@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +30,17 @@ class Stream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.items)
+
+
+def compress(path: Path, data: bytes) -> None:
+    """Write ``data`` to a file whose suffix tells how: ``.gz`` or ``.zst``; plain otherwise."""
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":
+        import pyarrow
+
+        data = pyarrow.Codec("zstd").compress(data, asbytes=True)
+    path.write_bytes(data)
 
 
 def data_module(sources: dict[str, Any] | None = None, size: int = 4, **settings: Any) -> DynamicBatchingDataModule:

@@ -159,7 +159,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
-    data = data_module(max_seq_len="4K", micro_batch_size=2, global_batch_tokens="64K")
+    data = data_module({"a": [{"text": "a"}]}, max_seq_len="4K", micro_batch_size=2, global_batch_tokens="64K")
     assert (data.max_seq_len, data.max_tokens_per_batch, data.vocab_size) == (4096, 8192, 257)
     data.check(sp_size=8, dp_size=8)
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_longctx.datamodules import SourceSettings
-from lightning_longctx.datamodules.files import JsonLinesSource, TextFilesSource, open_source
+from lightning_longctx.datamodules.documents import DocumentReader
+from lightning_longctx.datamodules.files import open_source, open_sources
+from lightning_longctx.datamodules.json_lines import JsonLinesSource
 from lightning_longctx.datamodules.sources import IndexableSource, SequenceSource, StreamingSource
+from lightning_longctx.datamodules.text_files import TextFilesSource
+from lightning_longctx.datamodules.tokenizers import bytes_tokenizer
 from lightning_longctx.errors import ConfigurationError, DataError
-from tests.datamodules.helpers import Stream
+from tests.contracts.source import ROOT
+from tests.datamodules.helpers import Stream, compress
 
 
 def _texts(source: Any) -> list[Any]:
@@ -67,6 +73,59 @@ def test_files_that_cannot_be_read_are_named() -> None:
         source.read(0)
 
 
+def test_a_path_may_be_a_list_and_takes_each_file_once() -> None:
+    for name in ("b.txt", "a.txt", "c.txt"):
+        Path(name).write_text(name)
+    source = open_source("x", {"path": ["c.txt", "*.txt", Path("a.txt")]})
+    assert _texts(source) == ["c.txt", "a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_text_files_are_documents_read_by_number(suffix: str) -> None:
+    pytest.importorskip("pyarrow")
+    compress(Path("a.txt" + suffix), "one\r\n\u00e9".encode())
+    compress(Path("b.txt" + suffix), b"two")
+    source = open_source("x", "*.txt" + suffix)
+    assert _texts(source) == ["one\n\u00e9", "two"]
+    broken = Path("b.txt" + suffix)
+    broken.write_bytes(broken.read_bytes()[:-5])
+    with pytest.raises(DataError, match=rf"must be readable.*b\.txt\{suffix}"):
+        source.read(1)
+
+
+def test_files_elsewhere_are_read_through_fsspec() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe({"/books/b.txt": b"two", "/books/a.txt": b"one"})
+    source = open_source("x", "memory://books/*.txt")
+    assert _texts(source) == ["one", "two"]
+    assert source.describe(1) == "memory:///books/b.txt"
+    Path("here.txt").write_text("here")
+    assert _texts(open_source("x", f"file://{Path.cwd()}/here.txt")) == ["here"]
+
+
+def test_errors_of_validation_sources_name_them() -> None:
+    Path("a.jsonl").write_text('{"content": 1}\n')
+    for value in ("none/*.txt", {"path": "x", "min_tokens": "64Q"}, {"path": "x", "wieght": 1}, {"records": 3}, []):
+        with pytest.raises(ConfigurationError) as caught:
+            open_sources({"web": value}, "data.validation_sources")
+        assert caught.value.field.startswith("data.validation_sources.web")
+    (source,) = open_sources({"web": "a.jsonl"}, "data.validation_sources")
+    error = DocumentReader([source], bytes_tokenizer, 10).draw(0, 0).error
+    assert error is not None
+    assert (error.field, error.rule) == ("data.validation_sources.web", "must have a text under 'text'")
+    assert "a.jsonl:1" in str(error)
+
+
+def test_the_page_names_every_option_of_a_source() -> None:
+    page = (ROOT / "docs" / "data_module.md").read_text()
+    table = page.split("## Options of a source", 1)[1].split("##", 1)[0]
+    rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in table.splitlines() if line[:3] == "| `"}
+    defaults = {f"`{entry.name}`": entry.default for entry in fields(SourceSettings)}
+    assert list(rows) == list(defaults)
+    for name, default in defaults.items():
+        assert rows[name] == {None: "none"}.get(default, f"`{default:g}`" if default == 1.0 else f"`{default}`"), name
+
+
 def test_sequences_are_indexable_and_iterables_are_streams() -> None:
     items = [{"text": "a"}, {"text": "b"}]
     assert isinstance(open_source("x", items), SequenceSource)
@@ -97,12 +156,27 @@ def test_a_second_pass_over_an_iterator_is_an_error_and_not_empty() -> None:
         (3, "must be a source"),
         (".", "must be a file or a glob"),
         ("empty.jsonl", "at least one document"),
-        ("data.parquet", r"\.parquet"),
+        ("data.parquet", r"must be parquet.*data\.parquet"),
+        ("table.csv", r"files with \['\.csv'\]"),
+        ("data.tar.gz", r"files with \['\.tar'\]"),
+        ({"path": "a.txt", "format": "chat"}, "must have records under `format: chat`, but got text files"),
+        ({"path": "x", "format": "caht"}, "known `format`, but got 'caht'. Did you mean 'chat'"),
+        ({"path": "x", "train_on": "user"}, "known `train_on`"),
+        ({"path": "x", "text_field": 3}, "data.sources.x.text_field"),
+        ({"path": []}, "data.sources.x.path"),
+        ({"path": ["a.txt", "none.txt"]}, "must match at least one file, but got 'none.txt'"),
+        ({"records": {"text": "a"}}, "must have a sequence or iterable as `records`, but got dict"),
+        ({"records": 3}, "but got int"),
+        (b"text", "must be a source"),
+        ("nowhere://a/*.jsonl", "must be an address that can be read"),
+        ("memory://nothing/*.jsonl", "must match at least one file"),
     ],
 )
 def test_what_cannot_be_a_source_is_refused_with_help(value: Any, message: str) -> None:
     Path("empty.jsonl").touch()
     Path("data.parquet").write_bytes(b"PAR1")
+    for name in ("table.csv", "data.tar.gz", "a.txt"):
+        Path(name).write_text("a")
     with pytest.raises(ConfigurationError, match=message):
         open_source("x", value)
 
@@ -110,7 +184,7 @@ def test_what_cannot_be_a_source_is_refused_with_help(value: Any, message: str) 
 def test_lines_and_text_files_do_not_mix() -> None:
     Path("a.jsonl").write_text('{"text": "a"}\n')
     Path("a.txt").write_text("a")
-    with pytest.raises(ConfigurationError, match="text files or JSON lines"):
+    with pytest.raises(ConfigurationError, match="files of one kind"):
         open_source("x", "a.*")
 
 

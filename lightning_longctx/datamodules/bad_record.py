@@ -1,0 +1,42 @@
+"""What is wrong with one record, said where its place is not known yet."""
+
+from __future__ import annotations
+
+from lightning_longctx.errors import DataError
+
+__all__ = ["BadRecord", "checked_text"]
+
+
+class BadRecord(Exception):  # noqa: N818 - it becomes a DataError where source and place are known
+    """A record that cannot become a document.
+
+    Args:
+        rule: what must hold, as in :class:`FieldError`.
+        got: what it got; `` in <place>`` is added.
+        fix: what to do.
+    """
+
+    def __init__(self, rule: str, got: str, fix: str) -> None:
+        super().__init__(rule, got, fix)
+        self.rule, self.got, self.fix = rule, got, fix
+
+    def at(self, field: str, place: str) -> DataError:
+        """The same as an error that names source, file and line."""
+        return DataError(field, self.rule, f"{self.got} {place}", self.fix)
+
+
+def checked_text(text: str) -> str:
+    """The text itself, if it can be written as UTF-8.
+
+    JSON can hold half of a surrogate pair (an escaped U+D800), which UTF-8 has no bytes for: some tokenizers fail on
+    it, and others make tokens of it that no text can be read back from.
+
+    Raises:
+        BadRecord: it has a lone surrogate.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        got = f"the lone surrogate {text[error.start]!r} at character {error.start} in"
+        raise BadRecord("must have text that is valid Unicode", got, "Repair it where it was cut.") from None
+    return text
