@@ -128,6 +128,9 @@ def _turns(writer: _Writer, messages: list[dict[str, Any]], text: str, end_token
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if number == 0:  # what stands before it cannot be written: templates refuse a conversation without messages
+            rule, fix = "must have a message before the assistant's first", "Use a template with {% generation %} tags."
+            raise BadRecord(rule, "none in", fix)
         before = writer.text(messages[:number], asked=True)
         stop = _stop_of(writer, messages[: number + 1], text, len(before), end_token)
         if stop is None or not text.startswith(before):

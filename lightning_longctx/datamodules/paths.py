@@ -77,8 +77,10 @@ def _local_files(pattern: str) -> list[str]:
 def _remote_files(pattern: str, field: str) -> list[str]:
     try:
         system, path = _file_system(pattern)
-        names = system.glob(path) if _MAGIC & set(path) else [path]
-        return sorted(system.unstrip_protocol(name) for name in names if system.isfile(name))
+        if not _MAGIC & set(path):
+            return [system.unstrip_protocol(path)] if system.isfile(path) else []
+        found = system.glob(path, detail=True)  # with what they are: no further question for each file
+        return sorted(system.unstrip_protocol(name) for name, facts in found.items() if facts["type"] == "file")
     except ImportError as error:
         raise ConfigurationError(field, "needs a package for such addresses", pattern, f"{error}.") from None
     except (OSError, ValueError) as error:

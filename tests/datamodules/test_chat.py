@@ -97,7 +97,7 @@ def test_merged_tokens_are_targets_as_with_generation_tags() -> None:
         (templates.REWRITING, CONVERSATIONS["several"], "does not rewrite earlier turns"),
         (templates.REWRITING, CONVERSATIONS["one turn"], "does not rewrite earlier turns"),
         (templates.INSTRUCT, [USER, USER, ANSWER], "Roles must alternate"),
-        (templates.PLAIN_CHATML, [ANSWER, USER], "after 0 messages"),
+        (templates.PLAIN_CHATML, [ANSWER, USER], "a message before the assistant's first"),
         (templates.PLAIN_CHATML, [USER, {**ANSWER, "content": "\ud800"}], "lone surrogate"),
         (templates.TAGGED_CHATML, [USER, {**ANSWER, "content": "\ud800"}], "lone surrogate"),
     ],
@@ -111,6 +111,10 @@ def test_a_template_that_asks_for_the_date_writes_the_same_day_always() -> None:
     hugging_face = tokenizer(templates.DATED)
     ids = ChatTemplate(hugging_face).encode([USER, ANSWER], None, "all")["input_ids"]
     assert hugging_face.decode(list(ids)).startswith("26 Jul 20242024-07-26<|im_start|>user\nhi")
+
+
+def test_generation_tags_also_mark_an_answer_that_comes_first() -> None:
+    _check(templates.TAGGED_CHATML, templates.chatml, [ANSWER, USER, ANSWER])
 
 
 def test_no_message_gives_no_token() -> None:

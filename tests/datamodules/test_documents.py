@@ -10,6 +10,7 @@ import pytest
 
 from lightning_longctx.datamodules.documents import DocumentReader, Draw
 from lightning_longctx.datamodules.files import open_source
+from lightning_longctx.datamodules.json_lines import JsonLinesSource
 from lightning_longctx.datamodules.tokenizers import (
     BYTES_VOCAB_SIZE,
     END_OF_DOCUMENT,
@@ -112,6 +113,18 @@ def test_bad_records_are_errors_or_counted(record: Any, message: str) -> None:
     skipped = _draw(record, on_bad_record="skip")
     assert _pieces(skipped) == []
     assert skipped.counts == {"bad_records_skipped": 1}
+
+
+def test_the_place_of_a_good_record_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find a line's number everything before it is read: for each record that would be the file squared."""
+    Path("a.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
+    asked: list[int] = []
+    monkeypatch.setattr(JsonLinesSource, "describe", lambda self, number, record=None: str(asked.append(number)))
+    reader = DocumentReader([open_source("web", "a.jsonl")], bytes_tokenizer, 10)
+    assert reader.draw(0, 0).error is None
+    assert asked == []
+    assert reader.draw(0, 1).error is not None
+    assert asked == [1]
 
 
 def test_a_callable_may_give_ids_or_ids_and_labels() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_longctx.datamodules.tokenizers import bytes_tokenizer
 from lightning_longctx.errors import ConfigurationError, DataError
 from tests.contracts.source import ROOT
 from tests.datamodules.helpers import Stream, compress
+from tests.helpers.pool import run_ranks
 
 
 def _texts(source: Any) -> list[Any]:
@@ -103,6 +105,40 @@ def test_files_elsewhere_are_read_through_fsspec() -> None:
     assert _texts(open_source("x", f"file://{Path.cwd()}/here.txt")) == ["here"]
 
 
+@pytest.mark.parametrize("path", ["a.parquet", "a.jsonl.zst", "saved"])
+def test_a_missing_package_is_named_with_its_extra(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("saved").mkdir()
+    for name in ("a.parquet", "a.jsonl.zst", "saved/state.json"):
+        Path(name).write_text("x")
+    for module in ("pyarrow", "pyarrow.parquet", "datasets"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigurationError, match=r"needs (pyarrow|the datasets package).*lightning-longctx\[hf\]"):
+        open_source("x", path)
+
+
+def read_all(sources: list[Any]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for source in sources:
+        records = map(source.decode, source.open()) if isinstance(source, StreamingSource) else None
+        found.append([record["text"] for record in records] if records else _texts(source))
+    return found
+
+
+@pytest.mark.distributed
+def test_files_open_in_a_spawned_process_after_they_were_read_here(tmp_path: Path) -> None:
+    """The pool's processes start anew and get the sources pickled; forked workers are in the tests of each kind."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lines = b'{"text": "a"}\n{"text": "b"}\n'
+    compress(tmp_path / "a.jsonl", lines)
+    compress(tmp_path / "a.jsonl.zst", lines)
+    compress(tmp_path / "a.txt.gz", b"a")
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "a.parquet")
+    sources = [open_source("x", tmp_path / name) for name in ("a.jsonl", "a.jsonl.zst", "a.txt.gz", "a.parquet")]
+    here = read_all(sources)
+    assert here == [["a", "b"], ["a", "b"], ["a"], ["a", "b"]]
+    assert run_ranks(read_all, 1, sources) == [here]
+
+
 def test_errors_of_validation_sources_name_them() -> None:
     Path("a.jsonl").write_text('{"content": 1}\n')
     for value in ("none/*.txt", {"path": "x", "min_tokens": "64Q"}, {"path": "x", "wieght": 1}, {"records": 3}, []):
@@ -169,7 +205,9 @@ def test_a_second_pass_over_an_iterator_is_an_error_and_not_empty() -> None:
         ({"records": 3}, "but got int"),
         (b"text", "must be a source"),
         ("nowhere://a/*.jsonl", "must be an address that can be read"),
-        ("memory://nothing/*.jsonl", "must match at least one file"),
+        ("memory://nothing/*.jsonl", "must match at least one file, but got 'memory://nothing"),
+        ("memory://nothing/a.jsonl", "must match at least one file"),
+        ("oci://bucket/*.jsonl", "needs a package for such addresses, but got oci"),
     ],
 )
 def test_what_cannot_be_a_source_is_refused_with_help(value: Any, message: str) -> None:
