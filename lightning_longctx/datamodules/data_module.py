@@ -48,8 +48,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     """Packs documents from named sources into rows of at most ``micro_batch_size * max_seq_len`` tokens.
 
     Args:
-        sources: by name: a built-in name, a path or glob, :class:`SourceSettings` (a mapping in YAML), or a sequence or
-            iterable of dicts with ``text`` or ``input_ids`` (and aligned ``labels``).
+        sources: by name: a built-in name, a path or glob (or a list of them), :class:`SourceSettings` (a mapping in
+            YAML), or a sequence or iterable of dicts, such as a Hugging Face dataset.
         validation_sources: the same, for ``validate``, ``test`` and validation during ``fit``. Default None: ``fit``
             does not validate, and ``validate`` and ``test`` read a fixed sample of 16 training documents.
         tokenizer: ``bytes`` (default, needs nothing), ``from_model``, the path of a ``tokenizer.json``, or a callable.
