@@ -40,7 +40,11 @@ def test_groups_may_be_mappings_in_python_too() -> None:
     data = DynamicBatchingDataModule(
         TEXT, loading={"seed": 7, "warmup": {"steps": 2}}, packing={"long_document": "drop"}
     )
-    assert (data._assembly.loading.seed, data._assembly.loading.warmup.steps, data._assembly.packing.long_document) == (7, 2, "drop")
+    assert (data._assembly.loading.seed, data._assembly.loading.warmup.steps, data._assembly.packing.long_document) == (
+        7,
+        2,
+        "drop",
+    )
     assert LoadingSettings(warmup={"steps": 2}) == LoadingSettings(warmup=data._assembly.loading.warmup)
 
 
