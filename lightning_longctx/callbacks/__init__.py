@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from lightning_longctx.callbacks.exact_token_mean import ExactTokenMean
+from lightning_longctx.callbacks.moe_router_heatmap import MoERouterHeatmap
+from lightning_longctx.callbacks.router_counts import record_router_indices
 from lightning_longctx.callbacks.training_metrics import TrainingMetrics
 
-__all__ = ["ExactTokenMean", "TrainingMetrics"]
+__all__ = ["ExactTokenMean", "MoERouterHeatmap", "TrainingMetrics", "record_router_indices"]

@@ -20,7 +20,7 @@ UPPER_FOLDERS = {"integrations", "tools"}
 
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
 COMMAND_LINE = {"jsonargparse", "yaml"}
-CORE = {"torch", "numpy", "torchdata", "typing_extensions"}
+CORE = {"torch", "numpy", "torchdata", "typing_extensions", "PIL"}
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ FOREIGN = [
     r"pythonhosted\.org",
 ]
 #: Distribution names that differ from the module they hold.
-DISTRIBUTION = {"yaml": "PyYAML"}
+DISTRIBUTION = {"PIL": "pillow", "yaml": "PyYAML"}
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
