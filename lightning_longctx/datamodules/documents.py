@@ -57,9 +57,9 @@ class Document:
 
 @dataclass(slots=True)
 class Draw:
-    """What one position of the global sequence gave: documents, or the reason why there are none.
+    """What one record gave: documents, or the reason why there are none.
 
-    Every position gives exactly one draw, also where the document was dropped, so that workers stay in step.
+    Every record gives exactly one draw, also where its document was dropped.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -91,17 +91,19 @@ class DocumentReader:
     source_ids: tuple[int, ...] | None = None
     vocab_size: int | None = None
 
-    def draw(self, source_id: int, number: int, record: Mapping[str, Any] | None = None) -> Draw:
+    def draw(self, source_id: int, number: int, record: Mapping[str, Any] | DataError | None = None) -> Draw:
         """Turn a record into documents. Never raises for bad data: the error is part of the draw.
 
         Args:
             source_id: place of the source in ``sources``.
             number: which record.
-            record: the record of a stream; None for an indexable source, which is read here.
+            record: the record of a stream, or why it has none there; None for an indexable source, which is read here.
         """
         source = self.sources[source_id]
         draw = Draw()
         try:
+            if isinstance(record, DataError):
+                raise record
             if record is None:
                 assert isinstance(source, IndexableSource)
                 record = source.read(number)

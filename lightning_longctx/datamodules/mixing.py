@@ -1,185 +1,361 @@
-"""The one global sequence of documents: which record of which source is document i.
+"""Which document comes next: sources mixed by documents, or by the tokens that they have given.
 
-It depends on the sources, their weights, the seed and the epoch alone, never on ranks or workers. So every worker of
-every rank walks the same sequence (a step costs a microsecond and reads nothing from indexable sources) and picks its
-own part.
+The order is decided in one place for each reader. Reading and tokenizing run ahead of it in any number of processes:
+``request`` says what to read next, ``arrived`` takes the results in the order of the requests, and ``head`` and
+``take`` give them in the order of the mix. The state is that of the last document taken: nothing read ahead is in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, NamedTuple
-from zlib import crc32
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from lightning_longctx.datamodules.cursors import Cursor, Mark, Order, Place, Record, Share, open_cursor
+from lightning_longctx.datamodules.documents import Draw
+from lightning_longctx.datamodules.settings import Mixing, StopMode
+from lightning_longctx.datamodules.sources import Source
 
-from lightning_longctx.datamodules.settings import StopMode
-from lightning_longctx.datamodules.sources import IndexableSource, Source, StreamingSource
-from lightning_longctx.errors import DataError
-
-__all__ = ["GlobalSequence", "Position", "SequenceSettings"]
+__all__ = ["Drawn", "Mixer", "Request", "SequenceSettings", "SourceState", "open_mixer"]
 
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """What the global sequence depends on, beside the sources.
+    """What the order of documents depends on, beside the sources.
 
     Args:
         seed: of the random order.
         shuffle: whether indexable sources are read in random order.
         stop_mode: when an epoch ends.
+        mixing: what weights count.
         epoch: changes the order of each epoch.
-        limit: end after so many documents; None for no limit.
+        limit: end after so many documents over all ranks; None for no limit. Needs ``mixing: sample``.
     """
 
     seed: int = 42
     shuffle: bool = True
     stop_mode: StopMode = "all_exhausted"
+    mixing: Mixing = "token"
     epoch: int = 0
     limit: int | None = None
 
 
-class Position(NamedTuple):
-    """One element of the sequence: a source, a record number, and the record itself if it came from a stream."""
+@dataclass(frozen=True)
+class SourceState:
+    """Where one reader is in one source, after the last document taken.
+
+    Attributes:
+        place: in the source's order.
+        credit: what the source is owed: documents or tokens, as ``mixing`` says.
+        ahead: positions after ``place`` that an earlier layout has drawn already, ascending.
+        mark: what a stream said of its own position at or before ``place``.
+    """
+
+    place: Place = Place()
+    credit: float = 0.0
+    ahead: tuple[int, ...] = ()
+    mark: Mark | None = None
+
+
+class Request(NamedTuple):
+    """What a worker needs to make a draw: plain, since it travels to another process."""
 
     source_id: int
     number: int
-    record: Mapping[str, Any] | None
+    record: Record | None
 
 
-class _IndexCursor:
-    """Walks the record numbers of an indexable source, in a new order on each pass."""
+class Drawn(NamedTuple):
+    """A draw in the order of the mix, and where it came from."""
 
-    def __init__(self, source: IndexableSource, settings: SequenceSettings) -> None:
-        self._length = len(source)
-        # By name, so that adding a source does not change the order within the others.
-        self._key = (settings.seed, crc32(source.name.encode()), settings.epoch)
-        self._shuffle = settings.shuffle
-        self.start(0, 0)
-
-    def start(self, passes: int, taken: int) -> None:
-        self.passes, self.taken = passes, taken
-        self._order: NDArray[np.int64] | None = None  # made when first needed: a resume starts at once where it was
-
-    def advance(self) -> tuple[int, None] | None:
-        if self.taken == self._length:
-            return None
-        self.taken += 1
-        if not self._shuffle:
-            return self.taken - 1, None
-        if self._order is None:
-            self._order = np.random.default_rng((*self._key, self.passes)).permutation(self._length)
-        return int(self._order[self.taken - 1]), None
+    source_id: int
+    passes: int
+    draw: Draw
 
 
-class _StreamCursor:
-    """Reads a stream on. A resume reads from the start of the pass to where it was."""
+class _Walk(NamedTuple):
+    """Where the mix is, after one of its documents: places and credits by source, and how many documents there were."""
 
-    def __init__(self, source: StreamingSource) -> None:
-        self._source = source
-        self._records: Iterator[Mapping[str, Any]] | None = None
-        self.passes, self.taken = 0, 0
-
-    def start(self, passes: int, taken: int) -> None:
-        self.passes, self.taken = passes, taken
-        self._records = islice(self._source.open(), taken, None)
-
-    def advance(self) -> tuple[int, Mapping[str, Any]] | None:
-        if self._records is None:
-            self.start(self.passes, self.taken)
-        assert self._records is not None
-        for record in self._records:
-            self.taken += 1
-            return self.taken - 1, record
-        return None
+    places: tuple[Place, ...]
+    credits: tuple[float, ...]
+    documents: int
 
 
-class GlobalSequence(Iterator[Position]):
-    """Iterates over the global sequence of one epoch.
-
-    Sources are mixed by a deterministic rule: each step gives every source its share of credit (weight over the weights
-    of those not exhausted), and the one with the most credit pays one document. So the counts are never further than
-    one document from the weights, from the first document on, without randomness.
+class Mixer(ABC):
+    """Decides the order for one reader.
 
     Args:
         sources: by source id.
         settings: seed, order, end.
-
-    Raises:
-        DataError: a source has nothing at all under ``stop_mode: forever``.
+        share: whose documents.
+        states: of each source, where to start.
+        count: documents that the whole sequence has given so far; only ``limit`` asks.
     """
 
-    def __init__(self, sources: Sequence[Source], settings: SequenceSettings) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        settings: SequenceSettings,
+        share: Share,
+        states: Sequence[SourceState],
+        count: int = 0,
+    ) -> None:
+        order = Order(settings.seed, settings.shuffle, settings.epoch)
         self._settings = settings
-        self._names = [source.name for source in sources]
         self._weights = [source.weight for source in sources]
-        self._credits = [0.0] * len(sources)
-        self._exhausted = [False] * len(sources)
-        self._count = 0
         self._cursors = [
-            _IndexCursor(source, settings) if isinstance(source, IndexableSource) else _StreamCursor(_stream(source))
-            for source in sources
+            open_cursor(source, order, share, state.place, state.ahead, state.mark)
+            for source, state in zip(sources, states, strict=True)
         ]
+        self._count = count
 
-    def __next__(self) -> Position:
-        if self._count == self._settings.limit:
-            raise StopIteration
-        while not all(self._exhausted):
+    @abstractmethod
+    def request(self) -> Request | None:
+        """What to read next, ahead of what is taken; None if there is nothing more, now or later.
+
+        Raises:
+            DataError: a source has nothing at all under ``stop_mode: forever``.
+        """
+
+    @abstractmethod
+    def arrived(self, draw: Draw) -> None:
+        """Take the result of the oldest request that is open."""
+
+    @abstractmethod
+    def head(self) -> Drawn | None:
+        """The next draw of the mix, which stays; None if it has not arrived, or none follows."""
+
+    @abstractmethod
+    def take(self) -> None:
+        """Take the head: the state is now that after it."""
+
+    @property
+    @abstractmethod
+    def exhausted(self) -> bool:
+        """Whether nothing follows the last draw that was taken."""
+
+    @abstractmethod
+    def _after(self) -> _Walk:
+        """Places, credits and count after the last draw taken."""
+
+    def state(self) -> tuple[list[SourceState], int]:
+        """States of the sources, and the count, after the last draw taken."""
+        places, credits, count = self._after()
+        found = [
+            SourceState(place, credit, tuple(cursor.drawn_after(place)), cursor.mark(place))
+            for cursor, place, credit in zip(self._cursors, places, credits, strict=True)
+        ]
+        return found, count
+
+
+class SampleMixer(Mixer):
+    """Mixes by documents: one sequence for all ranks, of which this one takes its part.
+
+    Each step gives every source its share of credit (weight over the weights of those that have not ended), and the one
+    with the most credit pays one document. So counts follow the weights from the first document on, without randomness.
+    Of each source rank r takes documents r, r + n, ...: were the positions of the mixed sequence dealt instead, two
+    ranks and two sources in turn would give each rank one source.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        settings: SequenceSettings,
+        share: Share,
+        states: Sequence[SourceState],
+        count: int = 0,
+    ) -> None:
+        super().__init__(sources, settings, share, states, count)
+        self._credits = [state.credit for state in states]
+        self._taken = self._walk()
+        self._open: deque[tuple[int, _Walk]] = deque()  # requests without result
+        self._ready: deque[tuple[Drawn, _Walk]] = deque()
+        self._asked_all = False
+
+    def request(self) -> Request | None:
+        while self._count != self._settings.limit and not all(cursor.place.ended for cursor in self._cursors):
             credits = self._next_credits()
             chosen = max(range(len(credits)), key=credits.__getitem__)  # the first of equals
-            found = self._advance(chosen)
-            if found is not None:
-                credits[chosen] -= 1.0
-                self._credits = credits
-                self._count += 1
-                return Position(chosen, *found)
-            if self._settings.stop_mode == "first_exhausted":
-                self._exhausted = [True] * len(self._exhausted)
-            self._exhausted[chosen] = True
-        raise StopIteration
+            cursor = self._cursors[chosen]
+            step = cursor.advance()
+            if step is None and self._settings.stop_mode == "forever":
+                cursor.restart()
+                step = cursor.advance()
+            if step is None:
+                self._end(chosen)
+                continue
+            credits[chosen] -= 1.0
+            self._credits = credits
+            self._count += 1
+            if step.mine:
+                self._open.append((chosen, self._walk()))
+                return Request(chosen, step.number, step.record)
+        self._asked_all = True
+        return None
+
+    def arrived(self, draw: Draw) -> None:
+        chosen, walk = self._open.popleft()
+        self._ready.append((Drawn(chosen, walk.places[chosen].passes, draw), walk))
+
+    def head(self) -> Drawn | None:
+        return self._ready[0][0] if self._ready else None
+
+    def take(self) -> None:
+        self._taken = self._ready.popleft()[1]
+
+    @property
+    def exhausted(self) -> bool:
+        last = self._after()
+        return last.documents == self._settings.limit or all(place.ended for place in last.places)
+
+    def _after(self) -> _Walk:
+        if self._asked_all and not self._open and not self._ready:
+            return self._walk()
+        return self._taken
+
+    def _end(self, chosen: int) -> None:
+        ended = range(len(self._cursors)) if self._settings.stop_mode == "first_exhausted" else [chosen]
+        for index in ended:
+            self._cursors[index].place = self._cursors[index].place._replace(ended=True)
+
+    def _walk(self) -> _Walk:
+        return _Walk(tuple(cursor.place for cursor in self._cursors), tuple(self._credits), self._count)
 
     def _next_credits(self) -> list[float]:
-        active = sum(weight for weight, gone in zip(self._weights, self._exhausted, strict=True) if not gone)
+        active = _active(self._weights, [cursor.place for cursor in self._cursors])
         return [
-            -float("inf") if gone else credit + weight / active
-            for credit, weight, gone in zip(self._credits, self._weights, self._exhausted, strict=True)
+            -float("inf") if cursor.place.ended else credit + weight / active
+            for credit, weight, cursor in zip(self._credits, self._weights, self._cursors, strict=True)
         ]
 
-    def _advance(self, chosen: int) -> tuple[int, Mapping[str, Any] | None] | None:
-        cursor = self._cursors[chosen]
-        found = cursor.advance()
-        if found is None and self._settings.stop_mode == "forever":
-            cursor.start(cursor.passes + 1, 0)
-            found = cursor.advance()
-            if found is None:
-                field = f"data.sources.{self._names[chosen]}"
-                raise DataError(field, "must have at least one document", "none", "Leave the source out.")
-        return found
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the sequence is: plain lists, small whatever the sources hold."""
-        return {
-            "credits": list(self._credits),
-            "exhausted": list(self._exhausted),
-            "count": self._count,
-            "cursors": [[cursor.passes, cursor.taken] for cursor in self._cursors],
-        }
+@dataclass
+class _Lane:
+    """What runs ahead in one source: requests without result, and draws that wait for their turn."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, taken with the same sources and settings."""
-        self._credits = list(state["credits"])
-        self._exhausted = list(state["exhausted"])
-        self._count = state["count"]
-        for cursor, (passes, taken), gone in zip(self._cursors, state["cursors"], self._exhausted, strict=True):
-            if not gone:
-                cursor.start(passes, taken)
-            else:
-                cursor.passes, cursor.taken = passes, taken
+    cursor: Cursor
+    credit: float  # tokens
+    place: Place  # after the last draw that was taken
+    open: deque[Place] = field(default_factory=deque)
+    ready: deque[tuple[Drawn, Place]] = field(default_factory=deque)
+    records: int = 0  # that arrived, and their tokens: what a record gives on average
+    tokens: int = 0
+
+    @property
+    def waits(self) -> int:
+        return len(self.open) + len(self.ready)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of this source follows the last draw that was taken."""
+        return self.place.ended or (self.cursor.place.ended and not self.waits)
 
 
-def _stream(source: Source) -> StreamingSource:
-    assert isinstance(source, StreamingSource)
-    return source
+class TokenMixer(Mixer):
+    """Mixes by tokens: the next document comes from the source that is furthest behind its weight in tokens.
+
+    Each document gives every source its share of its tokens as credit, and its own source pays all of them. So no
+    source is ever owed more than about one document. Documents that were dropped pay nothing.
+
+    Lengths are known only after tokenizing, so each reader mixes what it really drew. What is read ahead waits in one
+    lane for each source: the order depends on lengths alone, never on how far or in which order was read ahead.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        settings: SequenceSettings,
+        share: Share,
+        states: Sequence[SourceState],
+        count: int = 0,
+    ) -> None:
+        super().__init__(sources, settings, share, states, count)
+        assert settings.limit is None
+        self._lanes = [
+            _Lane(cursor, state.credit, state.place) for cursor, state in zip(self._cursors, states, strict=True)
+        ]
+        self._requests: deque[int] = deque()  # source of each request without result
+
+    def request(self) -> Request | None:
+        # The lane that would run dry first; of equals the one that is asked for next.
+        for index in sorted(range(len(self._lanes)), key=self._supply):
+            lane = self._lanes[index]
+            step = lane.cursor.advance_own(repeat=self._settings.stop_mode == "forever")
+            if step is not None:
+                lane.open.append(lane.cursor.place)
+                self._requests.append(index)
+                return Request(index, step.number, step.record)
+        return None
+
+    def arrived(self, draw: Draw) -> None:
+        index = self._requests.popleft()
+        lane = self._lanes[index]
+        place = lane.open.popleft()
+        lane.ready.append((Drawn(index, place.passes, draw), place))
+        lane.records += 1
+        lane.tokens += _tokens(draw)
+
+    def head(self) -> Drawn | None:
+        index = self._next()
+        ready = None if index is None else self._lanes[index].ready
+        return ready[0][0] if ready else None
+
+    def take(self) -> None:
+        index = self._next()
+        assert index is not None
+        chosen = self._lanes[index]
+        drawn, chosen.place = chosen.ready.popleft()
+        tokens = _tokens(drawn.draw)
+        active = _active(self._weights, [lane.place for lane in self._lanes])
+        for lane, weight in zip(self._lanes, self._weights, strict=True):
+            if not lane.place.ended:
+                lane.credit += tokens * weight / active
+        chosen.credit -= tokens
+
+    @property
+    def exhausted(self) -> bool:
+        return self._next() is None
+
+    def _after(self) -> _Walk:
+        return _Walk(tuple(lane.place for lane in self._lanes), tuple(lane.credit for lane in self._lanes), self._count)
+
+    def _next(self) -> int | None:
+        """The source whose turn it is; None once nothing follows."""
+        while active := [index for index, lane in enumerate(self._lanes) if not lane.place.ended]:
+            chosen = max(active, key=lambda index: (self._lanes[index].credit, self._weights[index], -index))
+            if not self._lanes[chosen].ended:
+                return chosen
+            gone = active if self._settings.stop_mode == "first_exhausted" else [chosen]
+            for index in gone:
+                lane = self._lanes[index]
+                lane.place = lane.place._replace(ended=True) if index != chosen else lane.cursor.place
+        return None
+
+    def _supply(self, index: int) -> tuple[float, float, float]:
+        lane = self._lanes[index]
+        # One record and one token are added, so that a source without any record so far is asked for.
+        need = self._weights[index] * (lane.records + 1) / (lane.tokens + 1)
+        return lane.waits / need, -lane.credit, -self._weights[index]
+
+
+def open_mixer(
+    sources: Sequence[Source],
+    settings: SequenceSettings,
+    share: Share,
+    states: Sequence[SourceState] | None = None,
+    count: int = 0,
+) -> Mixer:
+    """The mixer of a reader, at the start or at ``states`` (of each source, in order)."""
+    found = [SourceState()] * len(sources) if states is None else states
+    kind = SampleMixer if settings.mixing == "sample" else TokenMixer
+    return kind(sources, settings, share, states=found, count=count)
+
+
+def _active(weights: Sequence[float], places: Sequence[Place]) -> float:
+    return sum(weight for weight, place in zip(weights, places, strict=True) if not place.ended)
+
+
+def _tokens(draw: Draw) -> int:
+    return sum(len(document) for document in draw.documents)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning_longctx.batch import PackedBatch
 from lightning_longctx.datamodules.balance import planning_depth
 from lightning_longctx.datamodules.choosing import plan_row
-from lightning_longctx.datamodules.documents import Document, DocumentReader, Draw
-from lightning_longctx.datamodules.mixing import SequenceSettings
+from lightning_longctx.datamodules.cursors import Share
+from lightning_longctx.datamodules.documents import Document, DocumentReader
+from lightning_longctx.datamodules.mixing import SequenceSettings, SourceState, open_mixer
 from lightning_longctx.datamodules.packing import pack_documents
 from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.pool import Candidate, DocumentPool
 from lightning_longctx.datamodules.row_state import COUNTERS, PlannedRow, RowState
 from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.sources import IndexableSource
-from lightning_longctx.datamodules.stream import DocumentStream, Share, open_stream
+from lightning_longctx.datamodules.stream import DocumentStream
 from lightning_longctx.errors import DataError
 
 __all__ = ["COUNTERS", "RowBuilder", "RowSettings", "RowState", "RowWarmup"]
@@ -67,9 +67,6 @@ class RowSettings:
         cut_to_fill: whether one document is cut where whole ones leave a gap.
         balance: whether rows are planned ahead, so that ranks can take rows of like cost together.
         warmup: how the budget grows over the first rows; None for the full budget from the start.
-        cut_to_fill: whether one document is cut where whole ones leave a gap.
-        balance: whether rows are planned ahead, so that ranks can take rows of like cost together.
-        warmup: how the budget grows over the first rows; None for the full budget from the start.
     """
 
     reader: DocumentReader
@@ -101,10 +98,8 @@ class RowBuilder:
         self._row = state.rows
         self._planned = list(state.planned)
         self._counters = Counter(state.counters)
-        self._drawn = state.drawn
         self._exhausted = state.exhausted
-        self._loader: Any = None
-        self._draws: Iterator[Draw] | None = None
+        self._stream: DocumentStream | None = None
         if not settings.balance and len(self._planned) > 1:  # the new configuration wins: rows are chosen again
             self._pool = DocumentPool(state.waiting, settings.count_targets)
             self._planned = []
@@ -154,14 +149,16 @@ class RowBuilder:
 
     def state(self) -> RowState:
         """The state after the last row."""
-        loader = self._loader
+        sources, count = self._state.sources, self._state.count
+        if self._stream is not None:
+            states, count = self._stream.mixer.state()
+            sources = {source.name: state for source, state in zip(self._settings.reader.sources, states, strict=True)}
         return replace(
             self._state,
-            rows=self._row,
             exhausted=self._exhausted,
-            drawn=self._drawn,
-            num_workers=self._settings.num_workers,
-            stream=self._state.stream if loader is None else loader.state_dict(),
+            rows=self._row,
+            sources=sources,
+            count=count,
             candidates=self._pool.candidates,
             planned=tuple(self._planned),
             policy={"class": type(self._policy).__name__, "state": self._policy.state_dict()},
@@ -176,7 +173,8 @@ class RowBuilder:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._draws = self._loader = None
+        if self._stream is not None:
+            self._stream.close()
 
     def _choose(self) -> list[Candidate]:
         """The candidates of one more row; none at the end of the epoch."""
@@ -206,30 +204,25 @@ class RowBuilder:
     def _draw(self) -> list[Candidate] | None:
         if self._exhausted:
             return None
-        if self._draws is None:
-            self._draws = self._open()
-        draw = next(self._draws, None)
-        if draw is None:
+        if self._stream is None:
+            self._stream = self._open()
+        found = self._stream.peek()
+        if found is None:
             self._exhausted = True
             return None
-        if draw.error is not None:
-            raise draw.error
-        self._drawn += 1
-        self._counters.update(draw.counts)
-        return [Candidate.of(document) for document in draw.documents]
+        if found.draw.error is not None:
+            raise found.draw.error
+        self._stream.take()
+        self._counters.update(found.draw.counts)
+        return [Candidate.of(document) for document in found.draw.documents]
 
-    def _open(self) -> Iterator[Draw]:
+    def _open(self) -> DocumentStream:
         state, settings = self._state, self._settings
-        for source in settings.reader.sources:
-            if isinstance(source, IndexableSource):
-                len(source)  # makes its index here, once, and not in every worker
-        usable = state.stream is not None and state.num_workers == settings.num_workers
-        share = Share(state.dp_rank, state.dp_size, state.deals, 0 if usable else state.drawn)
         sequence = replace(settings.sequence, epoch=state.epoch)
-        stream = DocumentStream(settings.reader, sequence, share)
-        self._loader = open_stream(stream, settings.num_workers, sequence.seed, state.stream if usable else None)
-        draws: Iterator[Draw] = iter(self._loader)
-        return draws
+        states = [state.sources.get(source.name, SourceState()) for source in settings.reader.sources]
+        share = Share(state.dp_rank, state.dp_size)
+        mixer = open_mixer(settings.reader.sources, sequence, share, states, state.count)
+        return DocumentStream(settings.reader, mixer, settings.num_workers, sequence.seed)
 
     def _fetch(self, candidates: Iterable[Candidate]) -> None:
         """Read again the tokens of candidates of which only the number was saved."""

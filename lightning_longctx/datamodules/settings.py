@@ -18,6 +18,7 @@ __all__ = [
     "CountMode",
     "LoadingSettings",
     "LongDocument",
+    "Mixing",
     "OnBadRecord",
     "OnUnevenEnd",
     "PackingSettings",
@@ -33,6 +34,7 @@ MAX_DOCS_PER_PACK = 4096
 Settings = TypeVar("Settings")
 LongDocument = Literal["split", "error", "truncate", "drop"]
 CountMode = Literal["total", "effective"]
+Mixing = Literal["token", "sample"]
 StopMode = Literal["all_exhausted", "first_exhausted", "forever"]
 OnBadRecord = Literal["error", "skip"]
 OnUnevenEnd = Literal["stop", "pad"]
@@ -162,6 +164,8 @@ class LoadingSettings:
         seed: of the order of documents. Default 42, and not the global seed, so that a sweep over seeds of the model
             sees the same data.
         shuffle: whether indexable sources are read in a new random order in each epoch. Streams keep their order.
+        mixing: what the weights of sources count. ``token`` (default): tokens, which is what a share of 0.4 means where
+            the documents of one source are a thousand times longer than those of another. ``sample``: documents.
         stop_mode: ``all_exhausted`` (default) is one pass over everything, so nothing repeats unless asked;
             ``first_exhausted`` ends when the source whose turn it is has nothing left, so the mix never changes;
             ``forever`` starts an exhausted source again.
@@ -183,6 +187,7 @@ class LoadingSettings:
     num_workers: int = 0
     seed: int = 42
     shuffle: bool = True
+    mixing: Mixing = "token"
     stop_mode: StopMode = "all_exhausted"
     on_bad_record: OnBadRecord = "error"
     on_uneven_end: OnUnevenEnd = "stop"
@@ -192,6 +197,7 @@ class LoadingSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "warmup", as_settings(WarmupSettings, self.warmup, "data.loading.warmup"))
+        _check_choice("loading.mixing", self.mixing, Mixing)
         _check_choice("loading.stop_mode", self.stop_mode, StopMode)
         _check_choice("loading.on_bad_record", self.on_bad_record, OnBadRecord)
         _check_choice("loading.on_uneven_end", self.on_uneven_end, OnUnevenEnd)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,8 +33,8 @@ class SourceSettings:
         path: a built-in name (``python-stdlib``, ``package-metadata``), a file, or a glob. ``.jsonl`` files have one
             document a line, all others are one document each.
         records: instead of ``path``: any sequence or iterable of dicts.
-        weight: share of documents (not tokens) against the other sources. Default 1 for each: sources alternate until
-            one is exhausted. Give the numbers of documents for an even mix over the whole pass.
+        weight: share against the other sources, in tokens, or in documents under ``loading.mixing: sample``. Default 1
+            for each: equal shares until one is exhausted.
         text_field: the key of the text in a record. Default ``text``, the usual one. Records with ``input_ids`` (and
             aligned ``labels``) need no tokenizer.
         min_tokens: shorter documents are dropped and counted. Default None: all are kept.
@@ -116,7 +117,7 @@ class Source:
 
     Attributes:
         name: what the user calls it.
-        weight: share of documents.
+        weight: share of tokens, or of documents.
         text_field: key of the text.
         min_tokens: shortest document to keep, or None.
         max_tokens: longest document to keep, or None.
@@ -175,8 +176,8 @@ class StreamingSource(Source):
         self._records = records
         self._opened = False
 
-    def open(self) -> Iterator[Mapping[str, Any]]:
-        """Start a pass.
+    def open(self, taken: int = 0, state: Any = None) -> Iterator[Mapping[str, Any]]:
+        """Start a pass after ``taken`` records.
 
         Raises:
             DataError: the source is an iterator that was already started, so a second pass would silently be empty.
@@ -187,7 +188,7 @@ class StreamingSource(Source):
             fix = "Give an object whose __iter__ starts anew, or a sequence."
             raise DataError(f"data.sources.{self.name}", "must be iterable more than once", got, fix)
         self._opened = True
-        return iterator
+        return islice(iterator, taken, None)
 
 
 def _is_sequence(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_longctx.datamodules.redeal import redeal
 from lightning_longctx.datamodules.rows import RowSettings, RowState
 from lightning_longctx.datamodules.sources import IndexableSource
 from lightning_longctx.errors import ConfigurationError
@@ -13,7 +14,7 @@ from lightning_longctx.topology import Topology
 __all__ = ["restore_state", "saved_state"]
 
 # Raised when the form changes, so that an old state is refused instead of misread.
-_VERSION = 1
+_VERSION = 2
 
 
 def saved_state(state: RowState, settings: RowSettings) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def saved_state(state: RowState, settings: RowSettings) -> dict[str, Any]:
     return {
         "version": _VERSION,
         "dp_size": state.dp_size,
+        "mixing": settings.sequence.mixing,
         "order": _order(settings),
         "ranks": {state.dp_rank: state.to_plain(by_value)},
     }
@@ -52,7 +54,7 @@ def restore_state(saved: Mapping[str, Any], settings: RowSettings, topology: Top
         raise ConfigurationError(
             "data.max_seq_len", "must hold the documents that wait", got, f"Use {longest} or more."
         )
-    return states[0] if same else RowState.redeal(states, topology.dp_rank, topology.dp_size)
+    return states[0] if same else redeal(states, topology.dp_rank, topology.dp_size, saved["mixing"])
 
 
 def _order(settings: RowSettings) -> dict[str, Any]:
