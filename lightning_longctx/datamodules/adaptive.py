@@ -143,7 +143,7 @@ class AdaptiveBufferPolicy(BufferPolicy):
         self._rows = 0
         self._opened: tuple[int, int] | None = None  # documents and tokens of the pool when it first held a budget
         self._look_at = 0  # size of the pool at which a subset is looked for again
-        self._best: tuple[int, Selection] | None = None  # for a pool of so many documents
+        self._best: tuple[tuple[int, int], Selection] | None = None  # for a pool of so many documents and tokens
 
     def is_ready(self, view: PoolView, budget: Budget) -> bool:
         """Whether a row may be chosen now; see the class."""
@@ -200,8 +200,10 @@ class AdaptiveBufferPolicy(BufferPolicy):
 
     def _look(self, view: PoolView, budget: Budget) -> Selection:
         size = len(view.lengths)
-        if self._best is None or self._best[0] != size:
+        if self._best is None or self._best[0] != (size, view.tokens):
             wait = self.max_wait * (_PATIENCE if self._depth.hard else 1)
-            first = [0] if view.row - view.arrivals[0] >= wait else []
-            self._best = (size, best_row(view, budget, self.fill_target, first, self._depth.hard))
+            oldest = view.oldest
+            first = [oldest] if view.row - view.arrivals[oldest] >= wait else []
+            row = best_row(view, budget, self.fill_target, first, self._depth.hard)
+            self._best = ((size, view.tokens), row)
         return self._best[1]

@@ -104,15 +104,10 @@ class DocumentReader:
         try:
             if isinstance(record, DataError):
                 raise record
-            if record is None:
-                assert isinstance(source, IndexableSource)
-                record = source.read(number)
-            ids, labels = self._encode(source, number, record)
+            document = self.read_whole(source_id, number, record)
             draw.counts["documents_read"] += 1
-            draw.counts["tokens_read"] += len(ids)
-            if self._is_wanted(source, len(ids), draw.counts):
-                carried = source_id if self.source_ids is None else self.source_ids[source_id]
-                document = Document(carried, number, 0, ids, labels)
+            draw.counts["tokens_read"] += len(document)
+            if self._is_wanted(source, len(document), draw.counts):
                 draw.documents.extend(self._cut(source, document, draw.counts))
         except DataError as error:
             if self.on_bad_record == "skip" and error.rule != _TOO_LONG:
@@ -120,6 +115,27 @@ class DocumentReader:
             else:
                 draw.error = error
         return draw
+
+    def carried_id(self, source_id: int) -> int:
+        """The source id that documents of a source carry."""
+        return source_id if self.source_ids is None else self.source_ids[source_id]
+
+    def read_whole(self, source_id: int, number: int, record: Mapping[str, Any] | None = None) -> Document:
+        """Turn a record into one document, however long it is and whatever the limits of its source.
+
+        Args:
+            source_id: place of the source in ``sources``.
+            number: which record.
+            record: the record of a stream; None for an indexable source, which is read here.
+
+        Raises:
+            DataError: the record is bad.
+        """
+        source = self.sources[source_id]
+        if record is None:
+            assert isinstance(source, IndexableSource)
+            record = source.read(number)
+        return Document(self.carried_id(source_id), number, 0, *self._encode(source, number, record))
 
     def _encode(self, source: Source, number: int, record: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:
         field, place = f"data.sources.{source.name}", source.describe(number)

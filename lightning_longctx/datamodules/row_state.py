@@ -11,7 +11,7 @@ from lightning_longctx.datamodules.cursors import Mark, Place
 from lightning_longctx.datamodules.mixing import SourceState
 from lightning_longctx.datamodules.pool import Candidate, candidates_from_state, candidates_to_state
 
-__all__ = ["COUNTERS", "PlannedRow", "RowState"]
+__all__ = ["COUNTERS", "PlannedRow", "RowState", "packed_of"]
 
 #: Everything that is counted. tokens_read = tokens packed + dropped + truncated + left over + waiting in the pool.
 COUNTERS = (
@@ -35,6 +35,11 @@ COUNTERS = (
     "tokens_left_over",
     "bad_records_skipped",
 )
+
+
+def packed_of(source: str) -> str:
+    """The counter of packed tokens of a source."""
+    return f"tokens_packed/{source}"
 
 
 class PlannedRow(NamedTuple):
@@ -65,8 +70,9 @@ class RowState:
         count: documents that the mix has given in this epoch, over all ranks where it is one sequence.
         candidates: the pool, oldest first.
         planned: rows that were chosen and wait for their turn under ``balance``, oldest first.
-        policy: what the policy remembers.
-        counters: what was read, packed, dropped since the run began.
+        drawn: tokens of all documents that came into the pool in this epoch, by source name.
+        policy: what the policy is and remembers.
+        counters: what was read, packed, dropped since the run began; packed tokens by source too.
     """
 
     epoch: int = 0
@@ -80,6 +86,7 @@ class RowState:
     count: int = 0
     candidates: tuple[Candidate, ...] = ()
     planned: tuple[PlannedRow, ...] = ()
+    drawn: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
 
@@ -90,7 +97,7 @@ class RowState:
 
     def at_end(self, counters: dict[str, int]) -> RowState:
         """This state, once it is known that no row follows. What is left over is counted, and not kept."""
-        return replace(self, finished=True, candidates=(), planned=(), sources={}, counters=counters)
+        return replace(self, finished=True, candidates=(), planned=(), sources={}, drawn={}, counters=counters)
 
     def next_epoch(self) -> RowState:
         """The start of the following epoch; only the counters go on."""

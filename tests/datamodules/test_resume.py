@@ -145,13 +145,13 @@ def test_the_checkpoint_is_plain_and_small(tmp_path: Path) -> None:
     assert torch.load(path, weights_only=True).keys() == data.state_dict().keys()
 
 
-def test_a_stream_stores_waiting_documents_as_32_bit_integers(tmp_path: Path) -> None:
+def test_a_stream_stores_waiting_documents_as_the_smallest_integers(tmp_path: Path) -> None:
     data = data_module({"a": Stream([{"input_ids": [1] * 100, "labels": [-100] * 100}] * 60)}, size=50, max_seq_len=128)
     next(iter(data.train_dataloader()))
     torch.save(data.state_dict(), tmp_path / "state.pt")
     candidates = data.state_dict()["ranks"][0]["candidates"]
     assert len(candidates["tokens"]) == len(candidates["index"]) == 49
-    assert candidates["tokens"][0][0].dtype == torch.int32
+    assert candidates["tokens"][0][0].dtype == torch.uint8
 
 
 @pytest.mark.parametrize(
