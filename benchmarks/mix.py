@@ -19,7 +19,8 @@ import numpy as np
 from lightning_longctx.datamodules.choosing import plan_row, resolve_policy
 from lightning_longctx.datamodules.cursors import Share
 from lightning_longctx.datamodules.documents import Draw
-from lightning_longctx.datamodules.mixing import Mixer, SequenceSettings, open_mixer
+from lightning_longctx.datamodules.mixers import open_mixer
+from lightning_longctx.datamodules.mixing import Mixer, SequenceSettings
 from lightning_longctx.datamodules.policies import BufferPolicy, FixedBufferPolicy, PackingFacts
 from lightning_longctx.datamodules.pool import Candidate, DocumentPool
 from lightning_longctx.datamodules.selection import Budget

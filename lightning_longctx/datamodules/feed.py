@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_longctx.datamodules.cursors import Share
 from lightning_longctx.datamodules.documents import Document, DocumentReader
-from lightning_longctx.datamodules.mixing import SequenceSettings, SourceState, open_mixer
+from lightning_longctx.datamodules.mixers import open_mixer
+from lightning_longctx.datamodules.mixing import SequenceSettings, SourceState
 from lightning_longctx.datamodules.pool import Candidate
 from lightning_longctx.datamodules.row_state import RowState
 from lightning_longctx.datamodules.sources import IndexableSource
@@ -58,6 +59,9 @@ class CandidateFeed(ABC):
         """Where the feed is in each source, by name, and how many documents the mix has given."""
         return {}, 0
 
+    def reweight(self, weights: Mapping[str, float]) -> None:  # noqa: B027
+        """Mix by other weights, by source name, from the next document on. Those that are not named keep theirs."""
+
     # B027: nothing to start or close without processes, so these are no abstract methods.
     def start(self) -> None:  # noqa: B027
         """Begin to read ahead."""
@@ -81,6 +85,7 @@ class DocumentFeed(CandidateFeed):
         self._sequence = replace(sequence, epoch=state.epoch)
         self._num_workers = num_workers
         self._start = state
+        self._weights = {source.name: source.weight for source in reader.sources}
         self._counts: Counter[str] = Counter()
         self._stream: DocumentStream | None = None  # opened when first needed: that may fail, and takes time
 
@@ -123,6 +128,12 @@ class DocumentFeed(CandidateFeed):
         """Start the worker processes."""
         self._opened().start()
 
+    def reweight(self, weights: Mapping[str, float]) -> None:
+        """Mix by other weights from the next document on."""
+        self._weights = {**self._weights, **weights}
+        if self._stream is not None:
+            self._stream.mixer.reweight([self._weights[source.name] for source in self._reader.sources])
+
     def close(self) -> None:
         """End the worker processes."""
         if self._stream is not None:
@@ -134,6 +145,7 @@ class DocumentFeed(CandidateFeed):
             states = [start.sources.get(source.name, SourceState()) for source in sources]
             share = Share(start.dp_rank, start.dp_size)
             mixer = open_mixer(sources, self._sequence, share, states, start.count)
+            mixer.reweight([self._weights[source.name] for source in sources])
             self._stream = DocumentStream(self._reader, mixer, self._num_workers, self._sequence.seed)
         return self._stream
 

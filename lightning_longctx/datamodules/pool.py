@@ -150,6 +150,8 @@ class DocumentPool:
         Returns:
             The view, and for each of its documents the index in the pool.
         """
+        if len(self._drawn) < 2:
+            return self.view(row), range(len(self))
         waiting: Counter[int] = Counter()
         for candidate in self._candidates:
             waiting[candidate.source_id] += candidate.length
@@ -199,14 +201,14 @@ class DocumentPool:
         So no source is given sooner than another, and a rare long document comes soon. Documents that arrive later go
         to the end, where this order would put them.
         """
+        if len(self._drawn) < 2:
+            return candidates
         waiting: Counter[int] = Counter()
         parts = []
         for candidate in reversed(candidates):
             source = candidate.source_id
             waiting[source] += candidate.length
             parts.append(waiting[source] / self._drawn[source])
-        if len(waiting) < 2:
-            return candidates
         parts.reverse()
         return [candidates[index] for index in sorted(range(len(candidates)), key=lambda index: -parts[index])]
 

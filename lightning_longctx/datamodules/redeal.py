@@ -50,6 +50,7 @@ def redeal(states: Sequence[RowState], dp_rank: int, dp_size: int, mixing: Mixin
         sources=sources,
         count=last.count,
         candidates=tuple(candidates[dp_rank::dp_size]),
+        weights=first.weights,
         drawn=dict(sum((Counter(state.drawn) for state in states), Counter[str]())),
         counters=dict(counters),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -11,7 +12,7 @@ from lightning_longctx.datamodules.cursors import Mark, Place
 from lightning_longctx.datamodules.mixing import SourceState
 from lightning_longctx.datamodules.pool import Candidate, candidates_from_state, candidates_to_state
 
-__all__ = ["COUNTERS", "PlannedRow", "RowState", "packed_of"]
+__all__ = ["COUNTERS", "PlannedRow", "Reweight", "RowState", "left_over", "packed_of"]
 
 #: Everything that is counted. tokens_read = tokens packed + dropped + truncated + left over + waiting in the pool.
 COUNTERS = (
@@ -42,6 +43,12 @@ def packed_of(source: str) -> str:
     return f"tokens_packed/{source}"
 
 
+def left_over(candidates: Sequence[Candidate]) -> Counter[str]:
+    """The counts of documents that wait and will not be given."""
+    tokens = sum(candidate.length for candidate in candidates)
+    return Counter(documents_left_over=len(candidates), tokens_left_over=tokens)
+
+
 class PlannedRow(NamedTuple):
     """A row that was chosen: before which row of the epoch, and its documents in order of packing."""
 
@@ -52,6 +59,13 @@ class PlannedRow(NamedTuple):
     def cost(self) -> float:
         """Work of causal attention, up to a constant: the sum of squared document lengths."""
         return float(sum(candidate.length**2 for candidate in self.candidates))
+
+
+class Reweight(NamedTuple):
+    """Other weights of sources, by name, from the documents on that are read for row number ``row``."""
+
+    row: int
+    weights: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class RowState:
         count: documents that the mix has given in this epoch, over all ranks where it is one sequence.
         candidates: the pool, oldest first.
         planned: rows that were chosen and wait for their turn under ``balance``, oldest first.
+        weights: that were set during the run, in order of their rows; none where those of the sources hold.
         drawn: tokens of all documents that came into the pool in this epoch, by source name.
         policy: what the policy is and remembers.
         counters: what was read, packed, dropped since the run began; packed tokens by source too.
@@ -86,6 +101,7 @@ class RowState:
     count: int = 0
     candidates: tuple[Candidate, ...] = ()
     planned: tuple[PlannedRow, ...] = ()
+    weights: tuple[Reweight, ...] = ()
     drawn: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -106,8 +122,13 @@ class RowState:
             earlier_rows=self.earlier_rows + self.rows,
             dp_rank=self.dp_rank,
             dp_size=self.dp_size,
+            weights=tuple(entry._replace(row=0) for entry in self.weights),
             counters=self.counters,
         )
+
+    def reweighted(self, row: int, weights: Mapping[str, float]) -> RowState:
+        """This state, with other weights from row number ``row`` on."""
+        return replace(self, weights=(*self.weights, Reweight(row, dict(weights))))
 
     def to_plain(self, by_value: Sequence[bool]) -> dict[str, Any]:
         """Plain containers and tensors.
@@ -117,6 +138,7 @@ class RowState:
         """
         plain = {**vars(self), "counters": dict(self.counters)}
         plain["sources"] = {name: _source_to_plain(state) for name, state in self.sources.items()}
+        plain["weights"] = [list(entry) for entry in self.weights]
         plain["candidates"] = candidates_to_state(self.waiting, by_value)
         plain["planned"] = [[planned.row, len(planned.candidates)] for planned in self.planned]
         return plain
@@ -129,7 +151,9 @@ class RowState:
         for row, count in plain["planned"]:
             planned.append(PlannedRow(row, waiting[:count]))
             waiting = waiting[count:]
-        return cls(**{**plain, "sources": sources, "planned": tuple(planned), "candidates": waiting})
+        weights = tuple(Reweight(row, dict(entry)) for row, entry in plain["weights"])
+        found = {"sources": sources, "planned": tuple(planned), "candidates": waiting, "weights": weights}
+        return cls(**{**plain, **found})
 
 
 def _source_to_plain(state: SourceState) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -16,7 +16,7 @@ from lightning_longctx.datamodules.mixing import SequenceSettings
 from lightning_longctx.datamodules.packing import pack_documents
 from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.pool import Candidate, DocumentPool
-from lightning_longctx.datamodules.row_state import COUNTERS, PlannedRow, RowState, packed_of
+from lightning_longctx.datamodules.row_state import COUNTERS, PlannedRow, Reweight, RowState, left_over, packed_of
 from lightning_longctx.datamodules.selection import Budget
 
 __all__ = ["COUNTERS", "RowBuilder", "RowSettings", "RowState", "RowWarmup"]
@@ -102,10 +102,13 @@ class RowBuilder:
         self._planned = list(state.planned)
         self._counters = Counter(state.counters)
         self._exhausted = state.exhausted
+        self._stopped = False
+        self._weights = state.weights
+        self._mixed: Mapping[str, float] = {}  # the weights in force, where they are not those of the sources
         candidates = state.candidates
         if not settings.balance and len(self._planned) > 1:  # the new configuration wins: rows are chosen again
             candidates, self._planned = state.waiting, []
-        drawn = {source_id: state.drawn.get(name, 0) for source_id, name in self._names.items()}
+        drawn = {source_id: state.drawn[name] for source_id, name in self._names.items() if name in state.drawn}
         self._pool = DocumentPool(candidates, settings.count_targets, drawn)
         # Another policy than the one that was saved starts afresh: the new configuration wins.
         if state.policy.get("class") == type(policy).__name__:
@@ -116,10 +119,18 @@ class RowBuilder:
         """Whether no further document comes."""
         return self._exhausted
 
-    def start(self) -> None:
-        """Start the worker processes now. They start by themselves, but maybe in a thread, where signals are lost."""
+    def open(self) -> None:
+        """Start the worker processes. Without this they start with the first document."""
         if not self._exhausted:
             self._feed.start()
+
+    def stop(self) -> None:
+        """Make a :meth:`plan` that runs in another thread fail before its next document."""
+        self._stopped = True
+
+    def reweight(self, row: int, weights: Mapping[str, float]) -> None:
+        """Mix by other weights, by source name, from the documents on that are read for row number ``row``."""
+        self._weights = (*self._weights, Reweight(row, dict(weights)))
 
     def plan(self) -> None:
         """Choose rows ahead: one, or under ``balance`` as many as the ranks pick from. Fewer at the end of the epoch.
@@ -180,16 +191,16 @@ class RowBuilder:
             count=count,
             candidates=self._pool.candidates,
             planned=tuple(self._planned),
+            weights=self._weights,
             drawn={self._names[source]: tokens for source, tokens in self._pool.drawn.items()},
             policy={"class": type(policy).__name__, "describe": policy.describe(), "state": policy.state_dict()},
             counters=dict(self._counters),
         )
 
-    def leave_over(self) -> None:
-        """Count what will not be given: planned rows and the pool."""
+    def counters_at_end(self) -> dict[str, int]:
+        """The counts if no further row is given: planned rows and the pool are left over."""
         waiting = [candidate for planned in self._planned for candidate in planned.candidates]
-        self._planned.clear()
-        self._count_left_over([*waiting, *self._pool.take(range(len(self._pool)))])
+        return dict(self._counters + left_over([*waiting, *self._pool.candidates]))
 
     def close(self) -> None:
         """End the worker processes."""
@@ -199,6 +210,7 @@ class RowBuilder:
         """The candidates of one more row; none at the end of the epoch."""
         settings = self._settings
         row = self._row + len(self._planned)
+        self._mix_for(row)
         budget = (
             settings.budget
             if settings.warmup is None
@@ -212,16 +224,24 @@ class RowBuilder:
                 self._counters["documents_cut"] += 1
                 chosen.append(piece)
         if settings.drop_last and chosen and self._exhausted and self._pool.tokens < left:
-            self._count_left_over([*chosen, *self._pool.take(range(len(self._pool)))])
+            self._counters += left_over([*chosen, *self._pool.take(range(len(self._pool)))])
             return []
         return chosen
 
-    def _count_left_over(self, candidates: Sequence[Candidate]) -> None:
-        self._counters["documents_left_over"] += len(candidates)
-        self._counters["tokens_left_over"] += sum(candidate.length for candidate in candidates)
+    def _mix_for(self, row: int) -> None:
+        """Put the weights in force that were set for row number ``row`` or an earlier one."""
+        due = [entry for entry in self._weights if entry.row <= row]
+        weights = dict(chain.from_iterable(entry.weights.items() for entry in due))
+        if weights == self._mixed:
+            return
+        self._feed.reweight(weights)
+        self._mixed = weights
+        self._weights = (Reweight(due[-1].row, weights), *self._weights[len(due) :])
 
     def _draw(self, budget: Budget) -> list[Candidate] | None:
         """The candidates of the next document; None if there is none, or none before more rows were given."""
+        if self._stopped:
+            raise InterruptedError("reading was stopped")
         if self._exhausted or self._comes_too_soon(budget):
             return None
         found = self._feed.draw()

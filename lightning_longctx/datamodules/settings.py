@@ -5,7 +5,7 @@ Only what is implemented is here: a setting that is read and ignored would be wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args
@@ -25,6 +25,7 @@ __all__ = [
     "StopMode",
     "WarmupSettings",
     "as_settings",
+    "check_weights",
     "nearest",
 ]
 
@@ -74,6 +75,20 @@ def _check_choice(field: str, value: str, choices: object) -> None:
 def _check_at_least(field: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(field, f"must be an integer of at least {least}", repr(value), "Change it.")
+
+
+def check_weights(weights: Mapping[str, float], names: Sequence[str]) -> None:
+    """Check weights of sources that are set during a run.
+
+    Raises:
+        ConfigurationError: an unknown source, or a weight that is not positive and finite.
+    """
+    for name, weight in weights.items():
+        field = f"data.sources.{name}.weight"
+        if name not in names:
+            raise ConfigurationError(field, "must be of a known source", name, nearest(name, list(names)))
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+            raise ConfigurationError(field, "must be positive and finite", repr(weight), "Set a small one instead.")
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,9 @@ class DocumentStream:
 
     def peek(self) -> Drawn | None:
         """The next draw, which stays; waits for it. None at the end."""
-        head = self.mixer.head()
-        while head is None and self._read():
-            head = self.mixer.head()
-        return head or self.mixer.head()
+        while (head := self.mixer.head()) is None and not self.mixer.exhausted:
+            self._read()
+        return head
 
     def take(self) -> None:
         """Take the draw that was peeked at."""
@@ -62,13 +61,15 @@ class DocumentStream:
         """End the worker processes."""
         self._results = None
 
-    def _read(self) -> bool:
-        """Wait for one result; False if none is to come."""
+    def _read(self) -> None:
+        """Wait for one result. At the end of the requests the processes end; other weights may start them again."""
         self.start()
-        draw = None if self._results is None else next(self._results, None)
-        if draw is not None:
+        assert self._results is not None
+        draw = next(self._results, None)
+        if draw is None:
+            self._results = None
+        else:
             self.mixer.arrived(draw)
-        return draw is not None
 
 
 class _Requests(Iterator[Request]):

@@ -13,11 +13,13 @@ import pytest
 from lightning_longctx.datamodules.cursors import Share
 from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.files import open_source
-from lightning_longctx.datamodules.mixing import Drawn, Mixer, SequenceSettings, open_mixer
+from lightning_longctx.datamodules.mixers import open_mixer
+from lightning_longctx.datamodules.mixing import Drawn, Mixer, SequenceSettings
 from lightning_longctx.datamodules.sources import Source
 from lightning_longctx.datamodules.stream import DocumentStream
 from lightning_longctx.errors import DataError
-from tests.datamodules.helpers import Stream, records
+from lightning_longctx.topology import Topology
+from tests.datamodules.helpers import Stream, data_module, records
 
 MIXINGS = ("sample", "token")
 WINDOW = 1000
@@ -325,3 +327,41 @@ def test_two_ranks_and_two_sources_in_turn_do_not_give_each_rank_one_source(mixi
     for rank in range(2):
         counts = Counter(source for source, _ in _through(sources, Share(rank, 2), 0, 20, mixing=mixing))
         assert counts == {0: 10, 1: 10}
+
+
+# -- further passes ----------------------------------------------------------------------------------------------------
+
+
+def _most_of_one_document(data: Any, rows: int) -> tuple[int, list[int]]:
+    """The most copies of one document that wait or are given at once, and the documents of each row."""
+    builder = data.row_builder(Topology())
+    most, sizes = 0, []
+    for _ in range(rows):
+        builder.plan()
+        waiting = Counter((c.source_id, c.number) for c in builder.state().waiting)
+        most = max(most, *waiting.values())
+        sizes.append(len(builder.give()["document_keys"]))
+    builder.close()
+    return most, sizes
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("balance", [False, True])
+def test_a_second_pass_waits_until_the_first_is_served(mixing: str, workers: int, balance: bool) -> None:
+    """VeOmni: 50 documents behind a gate of 200 were four copies of each in the buffer."""
+    options = {"stop_mode": "forever", "mixing": mixing, "num_workers": workers, "balance": balance}
+    most, sizes = _most_of_one_document(data_module({"a": records(50, 4, 8)}, size=200, **options), 60)
+    assert most == 1
+    assert sum(sizes) > 200, "and it goes on for ever"
+
+
+def test_a_small_source_repeats_in_a_row_where_its_weight_asks_for_it() -> None:
+    sources = {"small": {"records": records(3, 8, 8), "weight": 0.5}, "large": records(500, 8, 8)}
+    data = data_module(sources, size=1, max_seq_len=256, stop_mode="forever")
+    builder = data.row_builder(Topology())
+    for _ in range(10):
+        row = builder.next_row()
+        assert row is not None
+        assert row["input_ids"].shape[1] == 256
+        assert abs((row["source_ids"] == 0).float().mean().item() - 0.5) < 0.1

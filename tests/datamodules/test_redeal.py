@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lightning_longctx.datamodules.cursors import Place, Share
-from lightning_longctx.datamodules.mixing import SequenceSettings, SourceState, open_mixer
+from lightning_longctx.datamodules.mixers import open_mixer
+from lightning_longctx.datamodules.mixing import SequenceSettings, SourceState
 from lightning_longctx.datamodules.redeal import redeal, remains
 from lightning_longctx.datamodules.row_state import RowState
 from lightning_longctx.datamodules.sources import Source
