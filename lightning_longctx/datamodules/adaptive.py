@@ -7,7 +7,7 @@ only while that subset falls short. Measured against the gates in docs/buffer_po
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -143,7 +143,7 @@ class AdaptiveBufferPolicy(BufferPolicy):
         self._rows = 0
         self._opened: tuple[int, int] | None = None  # documents and tokens of the pool when it first held a budget
         self._look_at = 0  # size of the pool at which a subset is looked for again
-        self._best: tuple[int, Selection] | None = None  # for a pool of so many documents
+        self._best: tuple[Sequence[int], int, Selection] | None = None  # for a pool of these lengths, so many of them
 
     def is_ready(self, view: PoolView, budget: Budget) -> bool:
         """Whether a row may be chosen now; see the class."""
@@ -200,8 +200,11 @@ class AdaptiveBufferPolicy(BufferPolicy):
 
     def _look(self, view: PoolView, budget: Budget) -> Selection:
         size = len(view.lengths)
-        if self._best is None or self._best[0] != size:
+        # The same documents in the same order: a view of part of the pool has lists of its own.
+        if self._best is None or self._best[0] is not view.lengths or self._best[1] != size:
             wait = self.max_wait * (_PATIENCE if self._depth.hard else 1)
-            first = [0] if view.row - view.arrivals[0] >= wait else []
-            self._best = (size, best_row(view, budget, self.fill_target, first, self._depth.hard))
-        return self._best[1]
+            oldest = view.oldest
+            first = [oldest] if view.row - view.arrivals[oldest] >= wait else []
+            row = best_row(view, budget, self.fill_target, first, self._depth.hard)
+            self._best = (view.lengths, size, row)
+        return self._best[2]

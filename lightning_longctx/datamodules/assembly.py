@@ -55,7 +55,7 @@ class RowAssembly:
             accumulate: micro-batches of a step, which a warm-up in steps needs.
         """
         loading = self.loading
-        sequence = SequenceSettings(seed=loading.seed, shuffle=loading.shuffle, stop_mode=loading.stop_mode)
+        sequence = SequenceSettings(loading.seed, loading.shuffle, loading.stop_mode, loading.mixing)
         tokens = parse_token_count(loading.warmup.initial_tokens)
         warmup = RowWarmup(loading.warmup.steps * accumulate, tokens) if loading.warmup.steps else None
         settings = self._rows(self.sources, sequence, sp_size, vocab_size)
@@ -64,8 +64,8 @@ class RowAssembly:
     def evaluation(self, sp_size: int, vocab_size: int | None) -> RowSettings:
         """Settings of validation and test rows: every document in order, or the sample of the training documents."""
         if self.validation is not None:
-            return self._rows(self.validation, SequenceSettings(shuffle=False), sp_size, vocab_size)
-        sample = SequenceSettings(seed=self.loading.seed, limit=EVALUATION_DOCUMENTS)
+            return self._rows(self.validation, SequenceSettings(shuffle=False, mixing="sample"), sp_size, vocab_size)
+        sample = SequenceSettings(self.loading.seed, mixing="sample", limit=EVALUATION_DOCUMENTS)
         return self._rows(self.sources, sample, sp_size, vocab_size)
 
     def _rows(

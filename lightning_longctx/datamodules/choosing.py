@@ -65,4 +65,7 @@ def plan_row(
         if new is None:
             break
         pool.add(new, row)
-    return pool.take(policy.select(pool.view(row), budget)) if len(pool) else []
+    if not len(pool):
+        return []
+    view, indices = pool.offer(row, budget.physical)
+    return pool.take([indices[index] for index in policy.select(view, budget)])

@@ -9,13 +9,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_longctx.batch import is_packed_batch
 from lightning_longctx.datamodules.assembly import EVALUATION_DOCUMENTS, RowAssembly
 from lightning_longctx.datamodules.choosing import resolve_policy
+from lightning_longctx.datamodules.counting import mix_over_ranks, sum_over_ranks
 from lightning_longctx.datamodules.files import open_sources
 from lightning_longctx.datamodules.formats import check_tokenizer
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
@@ -24,7 +24,7 @@ from lightning_longctx.datamodules.messages import cold_start_warning, first_row
 from lightning_longctx.datamodules.policies import BufferPolicy, DocumentCountPolicy, FixedBufferPolicy, PackingFacts
 from lightning_longctx.datamodules.row_state import COUNTERS, RowState
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings
-from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings, as_settings
+from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings, as_settings, check_weights
 from lightning_longctx.datamodules.sizes import (
     accumulation,
     check_budget,
@@ -32,7 +32,7 @@ from lightning_longctx.datamodules.sizes import (
     check_warmup,
 )
 from lightning_longctx.datamodules.source_settings import SourceSettings
-from lightning_longctx.datamodules.state import restore_state, saved_state
+from lightning_longctx.datamodules.state import changes, gathered_state, restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
@@ -222,7 +222,10 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._ledger = ConsumptionLedger(RowState(dp_rank=layout[0], dp_size=layout[1]))
         if self._to_restore is not None:
             saved, self._to_restore = self._to_restore, None
-            self._ledger.reset(restore_state(saved, self._training_settings(), self._topology))
+            settings = self._training_settings()
+            self._ledger.reset(restore_state(saved, settings, self._topology))
+            if (line := changes(saved, settings, self._policy, self._topology.dp_size)) is not None:
+                rank_zero_info(line)
         return self._ledger
 
     def _model_vocabulary(self) -> int | None:
@@ -317,21 +320,13 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         Inside an accumulation window it is the state at the window's first row. Use :meth:`local_state_dict` where not
         every rank can take part.
         """
-        own = self.local_state_dict()
-        if self._topology.host_group is None:
-            return own
-        gathered: list[Any] = [None] * self._topology.world_size
-        dist.all_gather_object(gathered, own, group=self._topology.host_group)
-        ranks: dict[int, Any] = {}
-        for state in gathered:
-            ranks |= state.get("ranks", {})
-        return {**own, **next((state for state in gathered if state), {}), "ranks": ranks} if ranks else {}
+        return gathered_state(self.local_state_dict(), self._topology)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state, on the same or another number of ranks.
 
         Raises:
-            ConfigurationError: the sources, their weights, the seed or the order changed, or the state lacks ranks.
+            ConfigurationError: the length of a source, the seed or the order changed, or the state lacks ranks.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # validating a checkpoint must not move the training data
@@ -364,9 +359,31 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
 
     def global_counters(self) -> dict[str, int]:
         """:attr:`counters` summed over all ranks: one reduction, which every rank must take part in."""
-        values = torch.tensor(list(self.counters.values()), dtype=torch.int64)
-        if not self._topology.is_reader:
-            values.zero_()
-        if self._topology.host_group is not None:
-            dist.all_reduce(values, group=self._topology.host_group)
-        return dict(zip(COUNTERS, values.tolist(), strict=True))
+        return dict(zip(COUNTERS, sum_over_ranks(list(self.counters.values()), self._topology), strict=True))
+
+    def global_mix(self) -> dict[str, float]:
+        """Share of each training source of the tokens that were packed so far, by name; empty before the first row.
+
+        One reduction, which every rank must take part in.
+        """
+        found = {} if self._ledger is None else self._ledger.used.counters
+        return mix_over_ranks(found, [source.name for source in self._assembly.sources], self._topology)
+
+    def set_source_weights(self, weights: Mapping[str, float]) -> None:
+        """Mix the training sources by other weights, from the first row on that is not planned yet.
+
+        Every rank must call it at the same row, with the same weights. They are part of the state; a resume with other
+        weights in its configuration takes those.
+
+        Args:
+            weights: by source name, positive; sources that are not named keep theirs.
+
+        Raises:
+            ConfigurationError: an unknown source, or a weight that is not positive and finite.
+        """
+        check_weights(weights, [source.name for source in self._assembly.sources])
+        if self._loader is not None:
+            self._loader.reweight(weights)
+        else:
+            ledger = self._ledger or self._prepare_ledger()
+            ledger.reweight(ledger.used.rows, weights)

@@ -59,9 +59,9 @@ class Document:
 
 @dataclass(slots=True)
 class Draw:
-    """What one position of the global sequence gave: documents, or the reason why there are none.
+    """What one record gave: documents, or the reason why there are none.
 
-    Every position gives exactly one draw, also where the document was dropped, so that workers stay in step.
+    Every record gives exactly one draw, also where its document was dropped.
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -93,32 +93,53 @@ class DocumentReader:
     source_ids: tuple[int, ...] | None = None
     vocab_size: int | None = None
 
-    def draw(self, source_id: int, number: int, record: Mapping[str, Any] | None = None) -> Draw:
+    def draw(self, source_id: int, number: int, record: Mapping[str, Any] | DataError | None = None) -> Draw:
         """Turn a record into documents. Never raises for bad data: the error is part of the draw.
 
         Args:
             source_id: place of the source in ``sources``.
             number: which record.
-            record: the record of a stream; None for an indexable source, which is read here.
+            record: the record of a stream, or why it has none there; None for an indexable source, which is read here.
         """
         source = self.sources[source_id]
-        draw, given = Draw(), record
+        draw = Draw()
         try:
-            record = _read(source, number, record)
-            ids, labels = self._encode(source, record)
+            if isinstance(record, DataError):
+                raise record
+            document = self.read_whole(source_id, number, record)
             draw.counts["documents_read"] += 1
-            draw.counts["tokens_read"] += len(ids)
-            if self._is_wanted(source, len(ids), draw.counts):
-                carried = source_id if self.source_ids is None else self.source_ids[source_id]
-                document = Document(carried, number, 0, ids, labels)
+            draw.counts["tokens_read"] += len(document)
+            if self._is_wanted(source, len(document), draw.counts):
                 draw.documents.extend(self._cut(document, draw.counts))
         except (BadRecord, DataError) as error:
             if self.on_bad_record == "skip" and error.rule != _TOO_LONG:
                 draw.counts["bad_records_skipped"] += 1
             else:
-                place = source.describe(number, given)  # only now: it may read the file
-                draw.error = error.at(source.field, place) if isinstance(error, BadRecord) else error
+                if isinstance(error, BadRecord):
+                    place = source.describe(number, record if isinstance(record, Mapping) else None)
+                    error = error.at(source.field, place)  # only now: telling the place may read the file
+                draw.error = error
         return draw
+
+    def carried_id(self, source_id: int) -> int:
+        """The source id that documents of a source carry."""
+        return source_id if self.source_ids is None else self.source_ids[source_id]
+
+    def read_whole(self, source_id: int, number: int, record: Mapping[str, Any] | None = None) -> Document:
+        """Turn a record into one document, however long it is and whatever the limits of its source.
+
+        Args:
+            source_id: place of the source in ``sources``.
+            number: which record.
+            record: the record of a stream; None for an indexable source, which is read here.
+
+        Raises:
+            BadRecord: the record cannot be used; the place is not told yet.
+            DataError: the record cannot be read.
+        """
+        source = self.sources[source_id]
+        found = _read(source, number, record)
+        return Document(self.carried_id(source_id), number, 0, *self._encode(source, found))
 
     def _encode(self, source: Source, record: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:
         if not isinstance(record, Mapping):

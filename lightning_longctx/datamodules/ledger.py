@@ -7,6 +7,7 @@ not in a checkpoint. So what was produced says nothing; a ticket for each row is
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from lightning_longctx.datamodules.row_state import RowState
 
@@ -39,6 +40,13 @@ class ConsumptionLedger:
     def used(self) -> RowState:
         """The state after the last row that training took."""
         return self._used
+
+    def reweight(self, row: int, weights: Mapping[str, float]) -> None:
+        """Note other weights of sources in every state that a run may resume from."""
+        kept = self._safe is self._used
+        self._produced = deque(state.reweighted(row, weights) for state in self._produced)
+        self._used = self._used.reweighted(row, weights)
+        self._safe = self._used if kept else self._safe.reweighted(row, weights)
 
     def begin(self) -> RowState:
         """Where a new iterator must start: after the last row used, or at the next epoch if this one has no more."""

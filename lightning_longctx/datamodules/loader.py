@@ -6,12 +6,13 @@ loader state is one batch ahead, and the data module owns the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from lightning_longctx.batch import PackedBatch
 from lightning_longctx.datamodules.agreement import RowAgreement
+from lightning_longctx.datamodules.balance import planning_depth
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowState
@@ -55,6 +56,7 @@ class RowIterator(Iterator[PackedBatch]):
         settings, topology = plan.settings, plan.topology
         self._start = state
         self._rows = state.rows
+        self._balance = settings.balance
         self._agreement = RowAgreement(
             topology, plan.on_uneven_end, settings.budget.counted, settings.pad_to_multiple_of, settings.balance
         )
@@ -66,8 +68,6 @@ class RowIterator(Iterator[PackedBatch]):
                 self._builder.plan()
         row = self._agreement.exchange(self._builder)
         if row is None:
-            if self._builder is not None:
-                self._builder.leave_over()
             raise StopIteration
         self._rows += 1
         return row
@@ -76,6 +76,21 @@ class RowIterator(Iterator[PackedBatch]):
         """The state after the last row. Ranks that read nothing know only how many rows there were."""
         state = self._start if self._builder is None else self._builder.state()
         return replace(state, rows=self._rows)
+
+    def counters_at_end(self) -> dict[str, int]:
+        """The counts once the ranks agreed that no row follows: what waits is left over."""
+        return self._start.counters if self._builder is None else self._builder.counters_at_end()
+
+    def reweight(self, weights: Mapping[str, float]) -> int:
+        """Mix by other weights from the first row on that nobody plans yet.
+
+        Returns:
+            The number of that row.
+        """
+        row = self._rows + (planning_depth(self._rows) if self._balance else 1)
+        if self._builder is not None:
+            self._builder.reweight(row, weights)
+        return row
 
     def close(self) -> None:
         """End the worker processes."""
@@ -113,10 +128,14 @@ class TrainingLoader:
                 self._use_at_once()
             yield row
         if self._rows is rows:  # not replaced meanwhile by another iterator
-            self._ledger.end(rows.state().counters)
+            self._ledger.end(rows.counters_at_end())
         if not found:
             fix = "Check limits on lengths, `drop_last`, and that there are as many documents as data-parallel ranks."
             raise DataError("data.sources", "must give at least one row an epoch", "none", fix)
+
+    def reweight(self, weights: Mapping[str, float]) -> None:
+        """Mix by other weights, by source name, from the first row on that nobody plans yet; see the ledger's state."""
+        self._ledger.reweight(self._ledger.used.rows if self._rows is None else self._rows.reweight(weights), weights)
 
     def close(self) -> None:
         """End the worker processes; the ledger keeps its place."""

@@ -1,19 +1,30 @@
-"""The documents that wait to be packed, oldest first, and the policy's view of them."""
+"""The documents that wait to be packed, in a fair order of their sources, and the policy's view of them.
+
+Policies take what comes first and what fits, so they would give short documents sooner than long ones, and one source
+sooner than another. Therefore the order of the pool is not that of arrival where there are several sources: documents
+of the source of which the largest part still waits come first. Within a source it is that of arrival.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_longctx.batch import IGNORE_INDEX
-from lightning_longctx.datamodules.documents import Document
+from lightning_longctx.datamodules.documents import Document, Tokens
 from lightning_longctx.datamodules.selection import PoolView
 
 __all__ = ["Candidate", "DocumentPool", "candidates_from_state", "candidates_to_state"]
+
+#: Part of a row of tokens by which a source may be given sooner than the others.
+AHEAD = 0.5
 
 
 @dataclass(slots=True)
@@ -28,6 +39,7 @@ class Candidate:
         targets: number of tokens that will be trained on.
         document: the tokens; None until they are read again.
         arrival: how many rows of the epoch had been given when it came.
+        passes: how many passes over its source were complete before it.
     """
 
     source_id: int
@@ -37,14 +49,15 @@ class Candidate:
     targets: int
     document: Document | None
     arrival: int = 0
+    passes: int = 0
 
     @classmethod
-    def of(cls, document: Document) -> Candidate:
+    def of(cls, document: Document, passes: int = 0) -> Candidate:
         """Wrap a document. Its first token is never a target, since labels are shifted inside the document."""
         length = len(document)
         labels = document.labels
         targets = length - 1 if labels is None else int((labels[1:] != IGNORE_INDEX).sum())
-        return cls(document.source_id, document.number, document.start, length, targets, document)
+        return cls(document.source_id, document.number, document.start, length, targets, document, passes=passes)
 
     def split(self, tokens: int) -> tuple[Candidate, Candidate]:
         """Two candidates: the first ``tokens`` tokens, and the rest. Each is a document of its own.
@@ -59,21 +72,33 @@ class Candidate:
             rest = self.length - tokens
             tail = replace(self, start=self.start + tokens, length=rest, targets=rest - 1)
         head.arrival = tail.arrival = self.arrival
+        head.passes = tail.passes = self.passes
         return head, tail
 
 
 class DocumentPool:
-    """Candidates in order of arrival. Knows nothing of policies or packing.
+    """Candidates in the order in which a policy should take them. Knows nothing of policies or packing.
 
     Args:
-        candidates: that wait already, oldest first.
+        candidates: that wait already, in the order of the pool they come from.
         count_targets: whether a row's budget counts targets; otherwise tokens.
+        drawn: tokens of all candidates that ever came, by source id, those of ``candidates`` included. Default: none
+            but these.
     """
 
-    def __init__(self, candidates: Iterable[Candidate] = (), count_targets: bool = False) -> None:
+    def __init__(
+        self,
+        candidates: Iterable[Candidate] = (),
+        count_targets: bool = False,
+        drawn: Mapping[int, int] | None = None,
+    ) -> None:
         self._count_targets = count_targets
         self._counted = 0
         self._hold(list(candidates))
+        self._drawn: Counter[int] = Counter(drawn)
+        if drawn is None:
+            for candidate in self._candidates:
+                self._drawn[candidate.source_id] += candidate.length
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -85,8 +110,13 @@ class DocumentPool:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """All candidates, oldest first."""
+        """All candidates, in order."""
         return tuple(self._candidates)
+
+    @property
+    def drawn(self) -> dict[int, int]:
+        """Tokens of all candidates that ever came, by source id."""
+        return dict(self._drawn)
 
     def view(self, row: int) -> PoolView:
         """What a policy may know before row number ``row``. No copy: asked for once for each document that is read."""
@@ -100,18 +130,51 @@ class DocumentPool:
             self._lengths.append(candidate.length)
             self._arrivals.append(row)
             self._tokens += candidate.length
+            self._drawn[candidate.source_id] += candidate.length
             if self._count_targets:
                 self._counts.append(candidate.targets)
                 self._counted += candidate.targets
             else:
                 self._counted = self._tokens
 
+    def offer(self, row: int, budget: int) -> tuple[PoolView, Sequence[int]]:
+        """What may go into row number ``row``: all documents but those of sources that were given too soon.
+
+        A source that makes a smaller part of what waits than of what came was given sooner than the others. Where that
+        is most of a row, its documents stay, even if the row is emptier for it.
+
+        Args:
+            row: its number.
+            budget: tokens of a row.
+
+        Returns:
+            The view, and for each of its documents the index in the pool.
+        """
+        if len(self._drawn) < 2:
+            return self.view(row), range(len(self))
+        waiting: Counter[int] = Counter()
+        for candidate in self._candidates:
+            waiting[candidate.source_id] += candidate.length
+        came = self._drawn.total()
+        ahead = {
+            source
+            for source, tokens in waiting.items()
+            if self._drawn[source] * self._tokens / came - tokens > AHEAD * budget
+        }
+        if not ahead:
+            return self.view(row), range(len(self))
+        kept = [index for index, candidate in enumerate(self._candidates) if candidate.source_id not in ahead]
+        lengths, counts, arrivals = (
+            [column[index] for index in kept] for column in (self._lengths, self._counts, self._arrivals)
+        )
+        return PoolView(lengths, counts, arrivals, row, sum(lengths), sum(counts)), kept
+
     def take(self, indices: Sequence[int]) -> list[Candidate]:
         """Remove and return the candidates at ``indices`` (each once), in the order of ``indices``."""
         taken = set(indices)
         assert len(taken) == len(indices)
         chosen = [self._candidates[index] for index in indices]
-        self._hold([entry for index, entry in enumerate(self._candidates) if index not in taken])
+        self._hold(self._fair([entry for index, entry in enumerate(self._candidates) if index not in taken]))
         return chosen
 
     def cut(self, gap: int, worth: int) -> Candidate | None:
@@ -132,6 +195,23 @@ class DocumentPool:
         self._hold([*self._candidates[:index], tail, *self._candidates[index + 1 :]])
         return head
 
+    def _fair(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Order by the part of a source's tokens that waits from this document on, the largest first.
+
+        So no source is given sooner than another, and a rare long document comes soon. Documents that arrive later go
+        to the end, where this order would put them.
+        """
+        if len(self._drawn) < 2:
+            return candidates
+        waiting: Counter[int] = Counter()
+        parts = []
+        for candidate in reversed(candidates):
+            source = candidate.source_id
+            waiting[source] += candidate.length
+            parts.append(waiting[source] / self._drawn[source])
+        parts.reverse()
+        return [candidates[index] for index in sorted(range(len(candidates)), key=lambda index: -parts[index])]
+
     def _hold(self, candidates: list[Candidate]) -> None:
         self._candidates = candidates
         self._lengths = [candidate.length for candidate in candidates]
@@ -143,34 +223,43 @@ class DocumentPool:
 
 
 def candidates_to_state(candidates: Sequence[Candidate], by_value: Sequence[bool]) -> dict[str, Any]:
-    """Plain state of candidates: six integers each, and the tokens of those that cannot be read again.
+    """Plain state of candidates: seven integers each, and the tokens of those that cannot be read again.
 
     Args:
         candidates: oldest first.
         by_value: for each source id, whether its documents must be stored whole.
 
     Returns:
-        ``index`` int64 ``[N, 6]`` and ``tokens``: position in ``index`` to ``[input_ids]`` or ``[input_ids, labels]``,
-        int32.
+        ``index`` int64 ``[N, 7]`` and ``tokens``: position in ``index`` to ``[input_ids]`` or ``[input_ids, labels]``,
+        as the smallest integers that hold them.
     """
-    rows = [[c.source_id, c.number, c.start, c.length, c.targets, c.arrival] for c in candidates]
+    rows = [[c.source_id, c.number, c.start, c.length, c.targets, c.arrival, c.passes] for c in candidates]
     tokens: dict[int, list[Tensor]] = {}
     for position, candidate in enumerate(candidates):
         if by_value[candidate.source_id]:
             document = candidate.document
             assert document is not None
             arrays = [document.input_ids] if document.labels is None else [document.input_ids, document.labels]
-            tokens[position] = [torch.from_numpy(array.copy()) for array in arrays]
-    return {"index": torch.tensor(rows, dtype=torch.int64).reshape(-1, 6), "tokens": tokens}
+            tokens[position] = [torch.from_numpy(_compact(array)) for array in arrays]
+    return {"index": torch.tensor(rows, dtype=torch.int64).reshape(-1, 7), "tokens": tokens}
 
 
 def candidates_from_state(state: Mapping[str, Any]) -> tuple[Candidate, ...]:
     """The inverse of :func:`candidates_to_state`."""
     candidates = []
-    for position, (source_id, number, start, length, targets, arrival) in enumerate(state["index"].tolist()):
+    for position, (source_id, number, start, length, targets, *came) in enumerate(state["index"].tolist()):
         document = None
         if position in state["tokens"]:
-            arrays = [tensor.numpy() for tensor in state["tokens"][position]]
+            arrays = [tensor.numpy().astype(np.int32) for tensor in state["tokens"][position]]
             document = Document(source_id, number, start, *arrays)
-        candidates.append(Candidate(source_id, number, start, length, targets, document, arrival))
+        candidates.append(Candidate(source_id, number, start, length, targets, document, *came))
     return tuple(candidates)
+
+
+def _compact(array: Tokens) -> NDArray[Any]:
+    """A copy in the smallest type: a byte tokenizer's ids need one byte, and most vocabularies more than two."""
+    low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
+    for kind in (np.uint8, np.int16):
+        if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
+            return array.astype(kind)
+    return array.copy()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, NamedTuple
 
+from lightning_longctx.datamodules.cursors import Mark, Place
+from lightning_longctx.datamodules.mixing import SourceState
 from lightning_longctx.datamodules.pool import Candidate, candidates_from_state, candidates_to_state
-from lightning_longctx.datamodules.stream import Deal
 
-__all__ = ["COUNTERS", "PlannedRow", "RowState"]
+__all__ = ["COUNTERS", "PlannedRow", "Reweight", "RowState", "left_over", "packed_of"]
 
 #: Everything that is counted. tokens_read = tokens packed + dropped + truncated + left over + waiting in the pool.
 COUNTERS = (
@@ -37,6 +38,17 @@ COUNTERS = (
 )
 
 
+def packed_of(source: str) -> str:
+    """The counter of packed tokens of a source."""
+    return f"tokens_packed/{source}"
+
+
+def left_over(candidates: Sequence[Candidate]) -> Counter[str]:
+    """The counts of documents that wait and will not be given."""
+    tokens = sum(candidate.length for candidate in candidates)
+    return Counter(documents_left_over=len(candidates), tokens_left_over=tokens)
+
+
 class PlannedRow(NamedTuple):
     """A row that was chosen: before which row of the epoch, and its documents in order of packing."""
 
@@ -49,6 +61,13 @@ class PlannedRow(NamedTuple):
         return float(sum(candidate.length**2 for candidate in self.candidates))
 
 
+class Reweight(NamedTuple):
+    """Other weights of sources, by name, from the documents on that are read for row number ``row``."""
+
+    row: int
+    weights: dict[str, float]
+
+
 @dataclass(frozen=True)
 class RowState:
     """Where one rank is, between two rows. Holds references; :meth:`to_plain` makes the containers that are saved.
@@ -56,19 +75,19 @@ class RowState:
     Attributes:
         epoch: of the data: how many passes are complete.
         finished: whether the epoch has no further row.
-        exhausted: whether the stream has ended (the pool may still hold documents).
+        exhausted: whether the mix has ended (the pool may still hold documents).
         rows: given in this epoch; the same on every rank.
         earlier_rows: given in earlier epochs; what a warm-up counts on.
         dp_rank: whose state this is.
         dp_size: the layout it was taken in.
-        deals: of earlier layouts in this epoch.
-        drawn: how many documents of its share this rank has taken from the stream.
-        num_workers: of the stream's snapshot.
-        stream: snapshot of the loader; None if there is none for this layout.
+        sources: where the reader is in each source, by name; those that are not named start anew.
+        count: documents that the mix has given in this epoch, over all ranks where it is one sequence.
         candidates: the pool, oldest first.
         planned: rows that were chosen and wait for their turn under ``balance``, oldest first.
-        policy: what the policy remembers.
-        counters: what was read, packed, dropped since the run began.
+        weights: that were set during the run, in order of their rows; none where those of the sources hold.
+        drawn: tokens of all documents that came into the pool in this epoch, by source name.
+        policy: what the policy is and remembers.
+        counters: what was read, packed, dropped since the run began; packed tokens by source too.
     """
 
     epoch: int = 0
@@ -78,12 +97,12 @@ class RowState:
     earlier_rows: int = 0
     dp_rank: int = 0
     dp_size: int = 1
-    deals: tuple[Deal, ...] = ()
-    drawn: int = 0
-    num_workers: int = 0
-    stream: dict[str, Any] | None = None
+    sources: dict[str, SourceState] = field(default_factory=dict)
+    count: int = 0
     candidates: tuple[Candidate, ...] = ()
     planned: tuple[PlannedRow, ...] = ()
+    weights: tuple[Reweight, ...] = ()
+    drawn: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
 
@@ -94,7 +113,7 @@ class RowState:
 
     def at_end(self, counters: dict[str, int]) -> RowState:
         """This state, once it is known that no row follows. What is left over is counted, and not kept."""
-        return replace(self, finished=True, candidates=(), planned=(), stream=None, counters=counters)
+        return replace(self, finished=True, candidates=(), planned=(), sources={}, drawn={}, counters=counters)
 
     def next_epoch(self) -> RowState:
         """The start of the following epoch; only the counters go on."""
@@ -103,8 +122,13 @@ class RowState:
             earlier_rows=self.earlier_rows + self.rows,
             dp_rank=self.dp_rank,
             dp_size=self.dp_size,
+            weights=tuple(entry._replace(row=0) for entry in self.weights),
             counters=self.counters,
         )
+
+    def reweighted(self, row: int, weights: Mapping[str, float]) -> RowState:
+        """This state, with other weights from row number ``row`` on."""
+        return replace(self, weights=(*self.weights, Reweight(row, dict(weights))))
 
     def to_plain(self, by_value: Sequence[bool]) -> dict[str, Any]:
         """Plain containers and tensors.
@@ -112,7 +136,9 @@ class RowState:
         Args:
             by_value: for each source id, whether waiting documents are stored whole.
         """
-        plain = {**vars(self), "deals": [list(deal.drawn) for deal in self.deals], "counters": dict(self.counters)}
+        plain = {**vars(self), "counters": dict(self.counters)}
+        plain["sources"] = {name: _source_to_plain(state) for name, state in self.sources.items()}
+        plain["weights"] = [list(entry) for entry in self.weights]
         plain["candidates"] = candidates_to_state(self.waiting, by_value)
         plain["planned"] = [[planned.row, len(planned.candidates)] for planned in self.planned]
         return plain
@@ -120,35 +146,25 @@ class RowState:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RowState:
         """The inverse of :meth:`to_plain`."""
-        deals = tuple(Deal(tuple(drawn)) for drawn in plain["deals"])
+        sources = {name: _source_from_plain(state) for name, state in plain["sources"].items()}
         waiting, planned = candidates_from_state(plain["candidates"]), []
         for row, count in plain["planned"]:
             planned.append(PlannedRow(row, waiting[:count]))
             waiting = waiting[count:]
-        return cls(**{**plain, "deals": deals, "planned": tuple(planned), "candidates": waiting})
+        weights = tuple(Reweight(row, dict(entry)) for row, entry in plain["weights"])
+        found = {"sources": sources, "planned": tuple(planned), "candidates": waiting, "weights": weights}
+        return cls(**{**plain, **found})
 
-    @staticmethod
-    def redeal(states: Sequence[RowState], dp_rank: int, dp_size: int) -> RowState:
-        """What remains of a run on ``len(states)`` ranks, for one rank of another number: none lost, none twice.
 
-        Args:
-            states: of all former data-parallel ranks, by rank.
-            dp_rank: the present rank.
-            dp_size: the present number.
-        """
-        first = states[0]
-        waiting = chain.from_iterable(zip_longest(*(state.waiting for state in states)))  # the oldest of each first
-        candidates = [candidate for candidate in waiting if candidate is not None]
-        counters = sum((Counter(state.counters) for state in states), Counter[str]()) if dp_rank == 0 else {}
-        return RowState(
-            epoch=first.epoch,
-            finished=first.finished,
-            exhausted=all(state.exhausted for state in states),
-            rows=first.rows,
-            earlier_rows=first.earlier_rows,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            deals=(*first.deals, Deal(tuple(state.drawn for state in states))),
-            candidates=tuple(candidates[dp_rank::dp_size]),
-            counters=dict(counters),
-        )
+def _source_to_plain(state: SourceState) -> dict[str, Any]:
+    return {
+        "place": list(state.place),
+        "credit": state.credit,
+        "ahead": list(state.ahead),
+        "mark": None if state.mark is None else list(state.mark),
+    }
+
+
+def _source_from_plain(plain: Mapping[str, Any]) -> SourceState:
+    mark = None if plain["mark"] is None else Mark(*plain["mark"])
+    return SourceState(Place(*plain["place"]), plain["credit"], tuple(plain["ahead"]), mark)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
 
 from lightning_longctx.batch import PackedBatch
 from lightning_longctx.datamodules.balance import planning_depth
 from lightning_longctx.datamodules.choosing import plan_row
-from lightning_longctx.datamodules.documents import Document, DocumentReader, Draw
+from lightning_longctx.datamodules.documents import DocumentReader
+from lightning_longctx.datamodules.feed import CandidateFeed, DocumentFeed
 from lightning_longctx.datamodules.mixing import SequenceSettings
 from lightning_longctx.datamodules.packing import pack_documents
 from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.pool import Candidate, DocumentPool
-from lightning_longctx.datamodules.row_state import COUNTERS, PlannedRow, RowState
+from lightning_longctx.datamodules.row_state import COUNTERS, PlannedRow, Reweight, RowState, left_over, packed_of
 from lightning_longctx.datamodules.selection import Budget
-from lightning_longctx.datamodules.sources import IndexableSource
-from lightning_longctx.datamodules.stream import DocumentStream, Share, open_stream
-from lightning_longctx.errors import DataError
 
 __all__ = ["COUNTERS", "RowBuilder", "RowSettings", "RowState", "RowWarmup"]
 
@@ -67,9 +65,6 @@ class RowSettings:
         cut_to_fill: whether one document is cut where whole ones leave a gap.
         balance: whether rows are planned ahead, so that ranks can take rows of like cost together.
         warmup: how the budget grows over the first rows; None for the full budget from the start.
-        cut_to_fill: whether one document is cut where whole ones leave a gap.
-        balance: whether rows are planned ahead, so that ranks can take rows of like cost together.
-        warmup: how the budget grows over the first rows; None for the full budget from the start.
     """
 
     reader: DocumentReader
@@ -91,26 +86,51 @@ class RowBuilder:
         settings: what to read and how to pack.
         policy: chooses; owned by this builder.
         state: where to start.
+        feed: gives the candidates. Default: the documents of ``settings``. Tools give another to watch or to replay.
     """
 
-    def __init__(self, settings: RowSettings, policy: BufferPolicy, state: RowState) -> None:
+    def __init__(
+        self, settings: RowSettings, policy: BufferPolicy, state: RowState, feed: CandidateFeed | None = None
+    ) -> None:
         self._settings = settings
         self._policy = policy
         self._state = state
-        self._pool = DocumentPool(state.candidates, settings.count_targets)
+        self._feed = feed or DocumentFeed(settings.reader, settings.sequence, settings.num_workers, state)
+        reader = settings.reader
+        self._names = {reader.carried_id(place): source.name for place, source in enumerate(reader.sources)}
         self._row = state.rows
         self._planned = list(state.planned)
         self._counters = Counter(state.counters)
-        self._drawn = state.drawn
         self._exhausted = state.exhausted
-        self._loader: Any = None
-        self._draws: Iterator[Draw] | None = None
+        self._stopped = False
+        self._weights = state.weights
+        self._mixed: Mapping[str, float] = {}  # the weights in force, where they are not those of the sources
+        candidates = state.candidates
         if not settings.balance and len(self._planned) > 1:  # the new configuration wins: rows are chosen again
-            self._pool = DocumentPool(state.waiting, settings.count_targets)
-            self._planned = []
+            candidates, self._planned = state.waiting, []
+        drawn = {source_id: state.drawn[name] for source_id, name in self._names.items() if name in state.drawn}
+        self._pool = DocumentPool(candidates, settings.count_targets, drawn)
         # Another policy than the one that was saved starts afresh: the new configuration wins.
         if state.policy.get("class") == type(policy).__name__:
             policy.load_state_dict(state.policy["state"])
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further document comes."""
+        return self._exhausted
+
+    def open(self) -> None:
+        """Start the worker processes. Without this they start with the first document."""
+        if not self._exhausted:
+            self._feed.start()
+
+    def stop(self) -> None:
+        """Make a :meth:`plan` that runs in another thread fail before its next document."""
+        self._stopped = True
+
+    def reweight(self, row: int, weights: Mapping[str, float]) -> None:
+        """Mix by other weights, by source name, from the documents on that are read for row number ``row``."""
+        self._weights = (*self._weights, Reweight(row, dict(weights)))
 
     def plan(self) -> None:
         """Choose rows ahead: one, or under ``balance`` as many as the ranks pick from. Fewer at the end of the epoch.
@@ -121,26 +141,33 @@ class RowBuilder:
         """
         wanted = planning_depth(self._row) if self._settings.balance else 1
         for planned in self._planned:  # after a resume
-            self._fetch(planned.candidates)
+            self._feed.fetch(planned.candidates)
         while len(self._planned) < wanted and (chosen := self._choose()):
-            self._fetch(chosen)
+            self._feed.fetch(chosen)
             self._planned.append(PlannedRow(self._row, tuple(chosen)))
 
     def offers(self) -> list[tuple[int, float]]:
         """Of each planned row, oldest first: when it was planned, and what it costs. Empty at the end of the epoch."""
         return [(planned.row, planned.cost) for planned in self._planned]
 
-    def give(self, index: int = 0) -> PackedBatch:
-        """Pack a planned row and take it out of the plan."""
-        budget, multiple = self._settings.budget, self._settings.pad_to_multiple_of
+    def take(self, index: int = 0) -> tuple[Candidate, ...]:
+        """Take a planned row out of the plan, and count it as given."""
         chosen = self._planned.pop(index).candidates
-        documents = [candidate.document for candidate in chosen if candidate.document is not None]
-        row = pack_documents(documents, budget.counted, multiple, max_tokens=budget.physical)
-        tokens = sum(candidate.length for candidate in chosen)
         self._row += 1
         self._counters["rows"] += 1
         self._counters["documents_packed"] += len(chosen)
-        self._counters["tokens_packed"] += tokens
+        for candidate in chosen:
+            self._counters["tokens_packed"] += candidate.length
+            self._counters[packed_of(self._names[candidate.source_id])] += candidate.length
+        return chosen
+
+    def give(self, index: int = 0) -> PackedBatch:
+        """Pack a planned row and take it out of the plan."""
+        budget, multiple = self._settings.budget, self._settings.pad_to_multiple_of
+        chosen = self.take(index)
+        documents = [candidate.document for candidate in chosen if candidate.document is not None]
+        row = pack_documents(documents, budget.counted, multiple, max_tokens=budget.physical)
+        tokens = sum(candidate.length for candidate in chosen)
         self._counters["tokens_padding"] += row["input_ids"].numel() - tokens
         targets = sum(candidate.targets for candidate in chosen)
         if targets * budget.physical < tokens * budget.counted and self._settings.count_targets:
@@ -154,40 +181,42 @@ class RowBuilder:
 
     def state(self) -> RowState:
         """The state after the last row."""
-        loader = self._loader
+        sources, count = self._feed.state()
+        policy = self._policy
         return replace(
             self._state,
-            rows=self._row,
             exhausted=self._exhausted,
-            drawn=self._drawn,
-            num_workers=self._settings.num_workers,
-            stream=self._state.stream if loader is None else loader.state_dict(),
+            rows=self._row,
+            sources=sources,
+            count=count,
             candidates=self._pool.candidates,
             planned=tuple(self._planned),
-            policy={"class": type(self._policy).__name__, "state": self._policy.state_dict()},
+            weights=self._weights,
+            drawn={self._names[source]: tokens for source, tokens in self._pool.drawn.items()},
+            policy={"class": type(policy).__name__, "describe": policy.describe(), "state": policy.state_dict()},
             counters=dict(self._counters),
         )
 
-    def leave_over(self) -> None:
-        """Count what will not be given: planned rows and the pool."""
+    def counters_at_end(self) -> dict[str, int]:
+        """The counts if no further row is given: planned rows and the pool are left over."""
         waiting = [candidate for planned in self._planned for candidate in planned.candidates]
-        self._planned.clear()
-        self._count_left_over([*waiting, *self._pool.take(range(len(self._pool)))])
+        return dict(self._counters + left_over([*waiting, *self._pool.candidates]))
 
     def close(self) -> None:
         """End the worker processes."""
-        self._draws = self._loader = None
+        self._feed.close()
 
     def _choose(self) -> list[Candidate]:
         """The candidates of one more row; none at the end of the epoch."""
         settings = self._settings
         row = self._row + len(self._planned)
+        self._mix_for(row)
         budget = (
             settings.budget
             if settings.warmup is None
             else settings.warmup.budget(settings.budget, self._state.earlier_rows + row, settings.pad_to_multiple_of)
         )
-        chosen = plan_row(self._pool, self._policy, budget, row, self._draw)
+        chosen = plan_row(self._pool, self._policy, budget, row, lambda: self._draw(budget))
         left = budget.physical - sum(candidate.length for candidate in chosen)
         if settings.cut_to_fill and chosen and not settings.count_targets:
             piece = self._pool.cut(left, worth=round((1 - CUT_TARGET) * budget.physical))
@@ -195,56 +224,41 @@ class RowBuilder:
                 self._counters["documents_cut"] += 1
                 chosen.append(piece)
         if settings.drop_last and chosen and self._exhausted and self._pool.tokens < left:
-            self._count_left_over([*chosen, *self._pool.take(range(len(self._pool)))])
+            self._counters += left_over([*chosen, *self._pool.take(range(len(self._pool)))])
             return []
         return chosen
 
-    def _count_left_over(self, candidates: Sequence[Candidate]) -> None:
-        self._counters["documents_left_over"] += len(candidates)
-        self._counters["tokens_left_over"] += sum(candidate.length for candidate in candidates)
+    def _mix_for(self, row: int) -> None:
+        """Put the weights in force that were set for row number ``row`` or an earlier one."""
+        due = [entry for entry in self._weights if entry.row <= row]
+        weights = dict(chain.from_iterable(entry.weights.items() for entry in due))
+        if weights == self._mixed:
+            return
+        self._feed.reweight(weights)
+        self._mixed = weights
+        self._weights = (Reweight(due[-1].row, weights), *self._weights[len(due) :])
 
-    def _draw(self) -> list[Candidate] | None:
-        if self._exhausted:
+    def _draw(self, budget: Budget) -> list[Candidate] | None:
+        """The candidates of the next document; None if there is none, or none before more rows were given."""
+        if self._stopped:
+            raise InterruptedError("reading was stopped")
+        if self._exhausted or self._comes_too_soon(budget):
             return None
-        if self._draws is None:
-            self._draws = self._open()
-        draw = next(self._draws, None)
-        if draw is None:
-            self._exhausted = True
-            return None
-        if draw.error is not None:
-            raise draw.error
-        self._drawn += 1
-        self._counters.update(draw.counts)
-        return [Candidate.of(document) for document in draw.documents]
+        found = self._feed.draw()
+        self._counters.update(self._feed.counts())
+        self._exhausted = found is None
+        return found
 
-    def _open(self) -> Iterator[Draw]:
-        state, settings = self._state, self._settings
-        for source in settings.reader.sources:
-            if isinstance(source, IndexableSource):
-                len(source)  # makes its index here, once, and not in every worker
-        usable = state.stream is not None and state.num_workers == settings.num_workers
-        share = Share(state.dp_rank, state.dp_size, state.deals, 0 if usable else state.drawn)
-        sequence = replace(settings.sequence, epoch=state.epoch)
-        stream = DocumentStream(settings.reader, sequence, share)
-        self._loader = open_stream(stream, settings.num_workers, sequence.seed, state.stream if usable else None)
-        draws: Iterator[Draw] = iter(self._loader)
-        return draws
+    def _comes_too_soon(self, budget: Budget) -> bool:
+        """Whether the next document is of a further pass over a source while one before it still waits.
 
-    def _fetch(self, candidates: Iterable[Candidate]) -> None:
-        """Read again the tokens of candidates of which only the number was saved."""
-        for candidate in candidates:
-            if candidate.document is None:
-                candidate.document = self._read_again(candidate)
-
-    def _read_again(self, candidate: Candidate) -> Document:
-        source = self._settings.reader.sources[candidate.source_id]
-        assert isinstance(source, IndexableSource)
-        draw = self._settings.reader.draw(candidate.source_id, candidate.number)
-        for document in draw.documents:
-            offset = candidate.start - document.start
-            if offset >= 0 and offset + candidate.length <= len(document):
-                return document.part(offset, offset + candidate.length)
-        got = f"{source.describe(candidate.number)}: {draw.error or [len(document) for document in draw.documents]}"
-        fix = "Resume with the same files, tokenizer and window, or start anew."
-        raise DataError(f"data.sources.{source.name}", "must give the tokens it gave before the stop", got, fix)
+        Then it has to wait, except where a row could not be filled or mixed without it: where several sources have less
+        than a row of tokens together.
+        """
+        head = self._feed.head() if self._settings.sequence.stop_mode == "forever" else None
+        if head is None or head.passes == 0:
+            return False
+        if len(self._names) > 1 and self._pool.tokens < budget.physical:
+            return False
+        waiting = chain(self._pool.candidates, *(planned.candidates for planned in self._planned))
+        return any(found.source_id == head.source_id and found.passes < head.passes for found in waiting)

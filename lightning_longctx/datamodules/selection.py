@@ -37,7 +37,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """What a policy may know of the waiting documents, oldest first.
+    """What a policy may know of the waiting documents: oldest first, and fair to the sources where there are several.
 
     Attributes:
         lengths: tokens of each.
@@ -54,6 +54,11 @@ class PoolView:
     row: int
     tokens: int
     counted: int
+
+    @property
+    def oldest(self) -> int:
+        """Index of the document that came first."""
+        return min(range(len(self.arrivals)), key=self.arrivals.__getitem__)
 
 
 class Selection(NamedTuple):

@@ -5,7 +5,7 @@ Only what is implemented is here: a setting that is read and ignored would be wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args
@@ -18,12 +18,14 @@ __all__ = [
     "CountMode",
     "LoadingSettings",
     "LongDocument",
+    "Mixing",
     "OnBadRecord",
     "OnUnevenEnd",
     "PackingSettings",
     "StopMode",
     "WarmupSettings",
     "as_settings",
+    "check_weights",
     "nearest",
 ]
 
@@ -33,6 +35,7 @@ MAX_DOCS_PER_PACK = 4096
 Settings = TypeVar("Settings")
 LongDocument = Literal["split", "error", "truncate", "drop"]
 CountMode = Literal["total", "effective"]
+Mixing = Literal["token", "sample"]
 StopMode = Literal["all_exhausted", "first_exhausted", "forever"]
 OnBadRecord = Literal["error", "skip"]
 OnUnevenEnd = Literal["stop", "pad"]
@@ -72,6 +75,20 @@ def _check_choice(field: str, value: str, choices: object) -> None:
 def _check_at_least(field: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(field, f"must be an integer of at least {least}", repr(value), "Change it.")
+
+
+def check_weights(weights: Mapping[str, float], names: Sequence[str]) -> None:
+    """Check weights of sources that are set during a run.
+
+    Raises:
+        ConfigurationError: an unknown source, or a weight that is not positive and finite.
+    """
+    for name, weight in weights.items():
+        field = f"data.sources.{name}.weight"
+        if name not in names:
+            raise ConfigurationError(field, "must be of a known source", name, nearest(name, list(names)))
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+            raise ConfigurationError(field, "must be positive and finite", repr(weight), "Set a small one instead.")
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,8 @@ class LoadingSettings:
         seed: of the order of documents. Default 42, and not the global seed, so that a sweep over seeds of the model
             sees the same data.
         shuffle: whether indexable sources are read in a new random order in each epoch. Streams keep their order.
+        mixing: what the weights of sources count. ``token`` (default): tokens, which is what a share of 0.4 means where
+            the documents of one source are a thousand times longer than those of another. ``sample``: documents.
         stop_mode: ``all_exhausted`` (default) is one pass over everything, so nothing repeats unless asked;
             ``first_exhausted`` ends when the source whose turn it is has nothing left, so the mix never changes;
             ``forever`` starts an exhausted source again.
@@ -183,6 +202,7 @@ class LoadingSettings:
     num_workers: int = 0
     seed: int = 42
     shuffle: bool = True
+    mixing: Mixing = "token"
     stop_mode: StopMode = "all_exhausted"
     on_bad_record: OnBadRecord = "error"
     on_uneven_end: OnUnevenEnd = "stop"
@@ -192,6 +212,7 @@ class LoadingSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "warmup", as_settings(WarmupSettings, self.warmup, "data.loading.warmup"))
+        _check_choice("loading.mixing", self.mixing, Mixing)
         _check_choice("loading.stop_mode", self.stop_mode, StopMode)
         _check_choice("loading.on_bad_record", self.on_bad_record, OnBadRecord)
         _check_choice("loading.on_uneven_end", self.on_uneven_end, OnUnevenEnd)

@@ -33,7 +33,8 @@ class SourceSettings:
             files a document a row, all others are one document each; text and JSON lines may be compressed (``.gz``,
             ``.zst``).
         records: instead of ``path``: any sequence or iterable of dicts, such as a Hugging Face dataset.
-        weight: share of this source against the others. Default 1 for each.
+        weight: share against the other sources, in tokens, or in documents under ``loading.mixing: sample``. Default 1
+            for each: equal shares until one is exhausted.
         format: what a record is. ``text`` (default): a text, or ``input_ids`` where a record has them. ``chat``:
             ``messages`` with role and content, or ``conversations`` with from and value (ShareGPT), written by the chat
             template of the tokenizer. ``prompt_response``: two texts. ``tokens``: ``input_ids`` and, optionally,

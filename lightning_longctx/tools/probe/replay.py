@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_longctx.datamodules import BufferPolicy
+from lightning_longctx.datamodules.feed import CandidateFeed, Head
 from lightning_longctx.datamodules.pool import Candidate
 from lightning_longctx.datamodules.rows import RowSettings, RowState
-from lightning_longctx.tools.probe.streams import Draw, Stream, WatchedRows, advance_together
+from lightning_longctx.tools.probe.streams import Stream, WatchedRows, advance_together
 
 __all__ = ["replay"]
+
+
+class _Record(CandidateFeed):
+    """What was read once, as candidates without tokens.
+
+    Attributes:
+        starved: whether more was asked for than the record holds.
+        documents: given so far.
+        seconds: that reading them took.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._draws = deque(stream.draws)
+        self._really_ends = stream.ended
+        self.starved = False
+        self.documents, self.seconds = 0, 0.0
+
+    def head(self) -> Head | None:
+        return self._draws[0].head if self._draws else None
+
+    def draw(self) -> list[Candidate] | None:
+        if not self._draws:
+            self.starved = not self._really_ends
+            return None
+        draw = self._draws.popleft()
+        self.documents += len(draw.entries)
+        self.seconds = draw.seconds
+        passes = 0 if draw.head is None else draw.head.passes
+        return [Candidate(*entry, document=None, passes=passes) for entry in draw.entries]
+
+    def fetch(self, candidates: Iterable[Candidate]) -> None:
+        """There are no tokens to fetch."""
 
 
 class ReplayedRows(WatchedRows):
@@ -23,30 +57,23 @@ class ReplayedRows(WatchedRows):
     """
 
     def __init__(self, settings: RowSettings, policy: BufferPolicy, stream: Stream, dp_size: int) -> None:
-        super().__init__(settings, policy, RowState(dp_rank=stream.rank, dp_size=dp_size))
-        self._record: Iterator[Draw] = iter(stream.draws)
-        self._really_ends = stream.ended
+        self._record = _Record(stream)
+        super().__init__(settings, policy, RowState(dp_rank=stream.rank, dp_size=dp_size), self._record)
+
+    @property
+    def starved(self) -> bool:
+        return self._record.starved
+
+    def plan(self) -> None:
+        super().plan()
+        if not self.rows:
+            self.first_documents, self.first_seconds = self._record.documents, self._record.seconds
 
     def _make(self, index: int) -> tuple[tuple[tuple[int, int, int], ...], int]:
-        chosen = self._planned.pop(index).candidates
-        self._row += 1
+        chosen = self.take(index)
         documents = tuple((candidate.source_id, candidate.number, candidate.length) for candidate in chosen)
         count_targets = self.settings.count_targets
         return documents, sum(candidate.targets if count_targets else candidate.length for candidate in chosen)
-
-    def _fetch(self, candidates: Iterable[Candidate]) -> None:
-        """There are no tokens to fetch."""
-
-    def _draw(self) -> list[Candidate] | None:
-        draw = next(self._record, None)
-        if draw is None:
-            self.ended = self._exhausted = self._really_ends
-            self.starved = not self._really_ends
-            return None
-        if not self.rows:
-            self.first_documents += len(draw.entries)
-            self.first_seconds = draw.seconds
-        return [Candidate(*entry, document=None) for entry in draw.entries]
 
 
 def replay(

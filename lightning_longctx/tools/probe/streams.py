@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from lightning_longctx.batch import IGNORE_INDEX, PackedBatch
 from lightning_longctx.datamodules import Budget, BufferPolicy, DynamicBatchingDataModule, PoolView
 from lightning_longctx.datamodules.balance import pick_rows
+from lightning_longctx.datamodules.feed import CandidateFeed, DocumentFeed, Head
 from lightning_longctx.datamodules.pool import Candidate
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowState
 from lightning_longctx.strategies.rows import RowSharder
@@ -35,10 +36,12 @@ class Draw(NamedTuple):
     Attributes:
         entries: its documents: none if it was dropped, several if it was split.
         seconds: spent on reading, from the start of the stream up to here.
+        head: its source, and the pass over it.
     """
 
     entries: tuple[Entry, ...]
     seconds: float
+    head: Head | None = None
 
 
 class Row(NamedTuple):
@@ -122,24 +125,37 @@ class _WatchedPolicy(BufferPolicy):
 class WatchedRows(RowBuilder):
     """The rows of training, with a record of what was chosen.
 
+    Args:
+        settings: as in training.
+        policy: resolved.
+        state: where to start.
+        feed: where candidates come from.
+
     Attributes:
         settings: as given.
         policy: as given.
         rows: what was chosen so far.
         first_documents: documents read before the first row; all so far while there is none.
         first_seconds: time to the first row; all so far while there is none.
-        ended: whether the documents have ended.
-        starved: whether a choice needed documents that a record does not hold; always false where they are read.
     """
 
-    def __init__(self, settings: RowSettings, policy: BufferPolicy, state: RowState) -> None:
-        super().__init__(settings, _WatchedPolicy(policy, self._note), state)
+    def __init__(self, settings: RowSettings, policy: BufferPolicy, state: RowState, feed: CandidateFeed) -> None:
+        super().__init__(settings, _WatchedPolicy(policy, self._note), state, feed)
         self.settings = settings
         self.policy = policy
         self.rows: list[Row] = []
         self.first_documents, self.first_seconds = 0, 0.0
-        self.ended = self.starved = False
         self._choices: list[_Choice] = []  # of the planned rows
+
+    @property
+    def starved(self) -> bool:
+        """Whether a choice needed documents that a record does not hold; never where they are read."""
+        return False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the documents have ended."""
+        return self.exhausted and not self.starved
 
     def advance(self, index: int = 0) -> None:
         """Make a planned row."""
@@ -158,16 +174,41 @@ class WatchedRows(RowBuilder):
         self._choices.append(_Choice(arrival, len(view.lengths), view.tokens, budget.counted, self.ended))
 
 
+class _TimedFeed(DocumentFeed):
+    """The documents of training, timed and noted."""
+
+    def __init__(self, settings: RowSettings, state: RowState) -> None:
+        super().__init__(settings.reader, settings.sequence, settings.num_workers, state)
+        self.draws: list[Draw] = []
+        self._reading = 0.0
+
+    def draw(self) -> list[Candidate] | None:
+        start = perf_counter()
+        head = self.head()
+        candidates = super().draw()
+        self._reading += perf_counter() - start
+        if candidates is not None:
+            entries = tuple(Entry(c.source_id, c.number, c.start, c.length, c.targets) for c in candidates)
+            self.draws.append(Draw(entries, self._reading, head))
+        return candidates
+
+
 class MeasuredRows(WatchedRows):
-    """Reads, packs and slices."""
+    """Reads, packs and slices.
+
+    Attributes:
+        draws: everything that was read, in order.
+        kept: the first rows themselves.
+        keep: how many of them.
+    """
 
     def __init__(self, settings: RowSettings, policy: BufferPolicy, state: RowState) -> None:
-        super().__init__(settings, policy, state)
-        self.draws: list[Draw] = []
+        feed = _TimedFeed(settings, state)
+        super().__init__(settings, policy, state, feed)
+        self.draws = feed.draws
         self.kept: list[PackedBatch] = []
-        self.keep = 0  # how many of the first rows
+        self.keep = 0
         self.sharder = RowSharder(Topology())
-        self._reading = 0.0
 
     def plan(self) -> None:
         """As in training, timed."""
@@ -200,17 +241,6 @@ class MeasuredRows(WatchedRows):
         if self.settings.count_targets:
             return documents, int((batch["shift_labels"] != IGNORE_INDEX).sum())
         return documents, sum(length for _, _, length in documents)
-
-    def _draw(self) -> list[Candidate] | None:
-        start = perf_counter()
-        candidates = super()._draw()
-        self._reading += perf_counter() - start
-        if candidates is None:
-            self.ended = True
-            return None
-        entries = tuple(Entry(c.source_id, c.number, c.start, c.length, c.targets) for c in candidates)
-        self.draws.append(Draw(entries, self._reading))
-        return candidates
 
 
 def advance_together(ranks: Sequence[WatchedRows], micro_batches: int) -> None:
