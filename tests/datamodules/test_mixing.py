@@ -279,6 +279,32 @@ def test_a_stream_is_resumed_at_its_own_position() -> None:
     assert positioned.read <= 100 + 64, "nothing before the last mark is read again"
 
 
+class _Broken(_PositionedRecords):
+    """Cannot give every seventh record, and goes on after it."""
+
+    def __next__(self) -> dict[str, Any]:
+        record = super().__next__()
+        if self.at % 7 == 0:
+            raise DataError("data.sources.a", "must be readable", f"record {self.at}", "Repair it.")
+        return record
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_record_of_a_stream_takes_its_place_and_can_be_skipped(workers: int) -> None:
+    source = open_source("a", Stream(records(20)))
+    source.open = lambda *_: _Broken(_Positioned(records(20)), 0)  # type: ignore[attr-defined]
+    for on_bad_record in ("skip", "error"):
+        mixer = open_mixer([source], SequenceSettings(), Share())
+        reader = DocumentReader([source], None, WINDOW, on_bad_record=on_bad_record)  # type: ignore[arg-type]
+        stream = DocumentStream(reader, mixer, workers, 0)
+        found = []
+        while (head := stream.peek()) is not None and head.draw.error is None:
+            found += [document.number for document in head.draw.documents]
+            stream.take()
+        good = [number for number in range(20) if (number + 1) % 7]
+        assert found == (good if on_bad_record == "skip" else good[:6])
+
+
 # -- ranks and processes -----------------------------------------------------------------------------------------------
 
 
