@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_longctx.datamodules import SourceSettings
 from lightning_longctx.datamodules.cursors import Share
 from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.files import open_source
 from lightning_longctx.datamodules.mixers import open_mixer
 from lightning_longctx.datamodules.mixing import Drawn, Mixer, SequenceSettings
-from lightning_longctx.datamodules.sources import Source
+from lightning_longctx.datamodules.sources import SequenceSource, Source
 from lightning_longctx.datamodules.stream import DocumentStream
 from lightning_longctx.errors import DataError
 from lightning_longctx.topology import Topology
@@ -192,11 +193,10 @@ def test_order_changes_with_seed_and_epoch_but_not_with_other_sources() -> None:
 
 
 def test_blocks_are_shuffled_and_read_one_after_another() -> None:
-    class Blocks(list[Any]):
+    class Blocks(SequenceSource):
         blocks = (7, 1, 12, 10)
 
-    source = open_source("a", records(30))
-    source.blocks = Blocks.blocks  # type: ignore[attr-defined]
+    source = Blocks("a", SourceSettings(records=records(30)), records(30))
     numbers = [number for _, number in _keys(_drawn([source]))]
     assert sorted(numbers) == list(range(30))
     block = np.repeat(np.arange(4), Blocks.blocks)[numbers]
