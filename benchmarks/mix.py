@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.packing_tables import percent, table, write_tables
-from lightning_longctx.datamodules import FixedBufferPolicy, PoolView
+from lightning_longctx.datamodules import FixedBufferPolicy, PoolView, SourceSettings
 from lightning_longctx.datamodules.choosing import plan_row, resolve_policy
 from lightning_longctx.datamodules.cursors import Share
 from lightning_longctx.datamodules.documents import Draw
@@ -29,7 +29,7 @@ from lightning_longctx.datamodules.policies import BufferPolicy, PackingFacts
 from lightning_longctx.datamodules.pool import Candidate, DocumentPool
 from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.settings import MAX_DOCS_PER_PACK
-from lightning_longctx.datamodules.sources import SequenceSource, SourceSettings
+from lightning_longctx.datamodules.sources import SequenceSource
 
 WINDOWS = {"32K": 32_768, "1M": 1_048_576}
 POLICIES: dict[str, Callable[[], str | BufferPolicy]] = {
