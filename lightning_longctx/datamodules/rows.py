@@ -104,6 +104,7 @@ class RowBuilder:
         self._drawn = state.drawn
         self._exhausted = state.exhausted
         self._loader: Any = None
+        self._stopped = False
         self._draws: Iterator[Draw] | None = None
         if not settings.balance and len(self._planned) > 1:  # the new configuration wins: rows are chosen again
             self._pool = DocumentPool(state.waiting, settings.count_targets)
@@ -168,11 +169,19 @@ class RowBuilder:
             counters=dict(self._counters),
         )
 
-    def leave_over(self) -> None:
-        """Count what will not be given: planned rows and the pool."""
+    def counters_at_end(self) -> dict[str, int]:
+        """The counts if no further row is given: planned rows and the pool are left over."""
         waiting = [candidate for planned in self._planned for candidate in planned.candidates]
-        self._planned.clear()
-        self._count_left_over([*waiting, *self._pool.take(range(len(self._pool)))])
+        return dict(self._counters + _left_over([*waiting, *self._pool.candidates]))
+
+    def open(self) -> None:
+        """Start the worker processes. Without this they start with the first document."""
+        if self._draws is None and not self._exhausted:
+            self._draws = self._open()
+
+    def stop(self) -> None:
+        """Make a :meth:`plan` that runs in another thread fail before its next document."""
+        self._stopped = True
 
     def close(self) -> None:
         """End the worker processes."""
@@ -195,19 +204,17 @@ class RowBuilder:
                 self._counters["documents_cut"] += 1
                 chosen.append(piece)
         if settings.drop_last and chosen and self._exhausted and self._pool.tokens < left:
-            self._count_left_over([*chosen, *self._pool.take(range(len(self._pool)))])
+            self._counters += _left_over([*chosen, *self._pool.take(range(len(self._pool)))])
             return []
         return chosen
-
-    def _count_left_over(self, candidates: Sequence[Candidate]) -> None:
-        self._counters["documents_left_over"] += len(candidates)
-        self._counters["tokens_left_over"] += sum(candidate.length for candidate in candidates)
 
     def _draw(self) -> list[Candidate] | None:
         if self._exhausted:
             return None
-        if self._draws is None:
-            self._draws = self._open()
+        if self._stopped:
+            raise InterruptedError("reading was stopped")
+        self.open()
+        assert self._draws is not None
         draw = next(self._draws, None)
         if draw is None:
             self._exhausted = True
@@ -248,3 +255,8 @@ class RowBuilder:
         got = f"{source.describe(candidate.number)}: {draw.error or [len(document) for document in draw.documents]}"
         fix = "Resume with the same files, tokenizer and window, or start anew."
         raise DataError(f"data.sources.{source.name}", "must give the tokens it gave before the stop", got, fix)
+
+
+def _left_over(candidates: Sequence[Candidate]) -> Counter[str]:
+    tokens = sum(candidate.length for candidate in candidates)
+    return Counter(documents_left_over=len(candidates), tokens_left_over=tokens)

@@ -21,6 +21,7 @@ __all__ = [
     "OnBadRecord",
     "OnUnevenEnd",
     "PackingSettings",
+    "Runtime",
     "StopMode",
     "WarmupSettings",
     "as_settings",
@@ -36,6 +37,7 @@ CountMode = Literal["total", "effective"]
 StopMode = Literal["all_exhausted", "first_exhausted", "forever"]
 OnBadRecord = Literal["error", "skip"]
 OnUnevenEnd = Literal["stop", "pad"]
+Runtime = Literal["main", "worker"]
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -159,6 +161,9 @@ class LoadingSettings:
         num_workers: processes that read and tokenize. Default 0, in the main process: works everywhere and shows errors
             where they happen; set it when ``data`` waits show up. Any number gives the same documents in the same
             order.
+        runtime: where rows are chosen and packed while the step computes: ``main`` (default) in a thread of this
+            process, or ``worker``, in one process of its own, for a training process whose Python is busy. Both give
+            the same rows and states. ``num_workers`` says where documents are read and tokenized, under either.
         seed: of the order of documents. Default 42, and not the global seed, so that a sweep over seeds of the model
             sees the same data.
         shuffle: whether indexable sources are read in a new random order in each epoch. Streams keep their order.
@@ -181,6 +186,7 @@ class LoadingSettings:
     """
 
     num_workers: int = 0
+    runtime: Runtime = "main"
     seed: int = 42
     shuffle: bool = True
     stop_mode: StopMode = "all_exhausted"
@@ -192,6 +198,7 @@ class LoadingSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "warmup", as_settings(WarmupSettings, self.warmup, "data.loading.warmup"))
+        _check_choice("loading.runtime", self.runtime, Runtime)
         _check_choice("loading.stop_mode", self.stop_mode, StopMode)
         _check_choice("loading.on_bad_record", self.on_bad_record, OnBadRecord)
         _check_choice("loading.on_uneven_end", self.on_uneven_end, OnUnevenEnd)
