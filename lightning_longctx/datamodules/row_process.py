@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from socket import SHUT_RDWR, socket
 from threading import Thread
 from time import sleep
 from traceback import format_exception
@@ -87,14 +88,17 @@ class RowProcess:
     def give(self, index: int) -> GivenRow:
         """Have a planned row packed."""
         tokens, documents, divisor, state = self._ask(index)
-        assert self._connection is not None
-        payload = torch.frombuffer(bytearray(self._connection.recv_bytes()), dtype=torch.int32)
+        payload = torch.frombuffer(bytearray(self._receive(Connection.recv_bytes)), dtype=torch.int32)
         return GivenRow(unflatten_row(payload, tokens, documents, divisor), self._documents.restore(state))
 
     def stop(self) -> None:
         """End the child: a call under way fails at once. Nothing is lost, since every state is here already."""
         if self._process is not None:
             _end_process(self._process)
+        if self._connection is not None and sys.platform != "win32":
+            # A read that the child left half answered ends, whoever else inherited the other end of the pipe.
+            with socket(fileno=os.dup(self._connection.fileno())) as pipe:
+                pipe.shutdown(SHUT_RDWR)
 
     def close(self) -> None:
         """See that the child is gone."""
@@ -103,22 +107,27 @@ class RowProcess:
             self._process = self._connection = self._end = None
 
     def _ask(self, request: int | None) -> Any:
+        answer = self._receive(Connection.recv, request)
+        if isinstance(answer, FieldError):
+            raise answer
+        return answer
+
+    def _receive(self, read: Callable[[Connection], Any], *requests: int | None) -> Any:
+        """Send requests, and read what comes as soon as it is there and as long as the child lives."""
         assert self._connection is not None
         assert self._process is not None
         try:
-            self._connection.send(request)
+            for request in requests:
+                self._connection.send(request)
             while not self._connection.poll(_LOOK):
                 if not self._process.is_alive() and not self._connection.poll():
                     raise EOFError
-            answer = self._connection.recv()
-        except (EOFError, OSError):  # a broken pipe, or a connection closed by its end
+            return read(self._connection)
+        except (EOFError, OSError):  # the pipe is broken or shut
             self._process.join(_GRACE)
             got = f"exit code {self._process.exitcode}"
             fix = "-9 is most often the system's for want of memory. See what it printed, or use `runtime: main`."
             raise DataError("data.loading.runtime", "worker must live as long as the run", got, fix) from None
-        if isinstance(answer, FieldError):
-            raise answer
-        return answer
 
 
 def _end(process: BaseProcess, connection: Connection) -> None:
