@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Barrier, local
+from threading import Barrier, Lock, local
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_longctx.batch import PackedBatch, validate_packed_batch
 from lightning_longctx.datamodules import DynamicBatchingDataModule, agreement
 from lightning_longctx.datamodules.loader import TrainingLoader
+from lightning_longctx.datamodules.runtime import BackgroundRows
 from lightning_longctx.datamodules.state import saved_state
 from lightning_longctx.topology import Topology
 
@@ -59,7 +60,16 @@ class _Group:
 
 @contextmanager
 def threaded_collectives() -> Iterator[None]:
-    """Make the agreement of ranks use groups of threads."""
+    """Make the agreement of ranks use groups of threads, and processes start one at a time.
+
+    A process that is forked while another thread starts one inherits the pipes of that one, so that its end goes unseen
+    for seconds. Outside of these tests only the main thread starts processes.
+    """
+    starting, start = Lock(), BackgroundRows._start
+
+    def start_alone(rows: BackgroundRows) -> None:
+        with starting:
+            start(rows)
 
     def all_reduce(values: Tensor, op: Any, group: _Group) -> None:
         assert op is dist.ReduceOp.MAX
@@ -69,7 +79,7 @@ def threaded_collectives() -> Iterator[None]:
         group.broadcast(values, src)
 
     fake = SimpleNamespace(all_reduce=all_reduce, broadcast=broadcast, ReduceOp=dist.ReduceOp)
-    with patch.object(agreement, "dist", fake):
+    with patch.object(agreement, "dist", fake), patch.object(BackgroundRows, "_start", start_alone):
         yield
 
 

@@ -7,7 +7,7 @@ workers each part of it had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from random import Random
@@ -18,6 +18,7 @@ import pytest
 from lightning_longctx.datamodules import (
     AdaptiveBufferPolicy,
     BufferPolicy,
+    ContextAwareBufferPolicy,
     DynamicBatchingDataModule,
     FixedBufferPolicy,
     LoadingSettings,
@@ -27,9 +28,22 @@ from tests.datamodules.helpers import Stream
 from tests.datamodules.ranks import Ranks, threaded_collectives
 
 WINDOW = 32
-GROUPS, EACH = 24, 10
 #: Token mixing joins as soon as there is such a setting.
 MIXINGS = ("sample", "token") if "mixing" in get_type_hints(LoadingSettings) else (None,)
+
+
+class SmallContextAware(ContextAwareBufferPolicy):
+    """The published gate at the window of these tests."""
+
+    GATES = {WINDOW: 24}
+
+
+POLICIES: dict[str, Callable[[], BufferPolicy]] = {
+    "adaptive": AdaptiveBufferPolicy,
+    "context_aware": SmallContextAware,
+    "fixed": lambda: FixedBufferPolicy(6),
+    "one": lambda: FixedBufferPolicy(1),
+}
 
 
 @dataclass(frozen=True)
@@ -80,11 +94,10 @@ class Scenario:
                 token += length
             records = Stream(items) if self.streams[i] else items
             sources[f"s{i}"] = {"records": records, "weight": self.weights[i]}
-        policies: dict[str, BufferPolicy] = {"adaptive": AdaptiveBufferPolicy(), "fixed": FixedBufferPolicy(6)}
         return DynamicBatchingDataModule(
             sources,
             max_seq_len=WINDOW,
-            buffer_policy=policies.get(self.policy, FixedBufferPolicy(1)),
+            buffer_policy=POLICIES[self.policy](),
             packing=PackingSettings(**self.packing),
             loading=LoadingSettings(num_workers=part.workers, runtime=part.runtime, **self.loading),  # type: ignore[arg-type]
         )
@@ -99,12 +112,12 @@ class Scenario:
             yield from ranks.steps
 
 
-def _scenario(seed: int) -> Scenario:
+def _scenario(seed: int, processes: bool) -> Scenario:
     draw = Random(seed)
     count = draw.randint(1, 3)
-    policy = draw.choice(["adaptive", "fixed", "first", "counted"])
+    policy = draw.choice(sorted(POLICIES))
     packing: dict[str, Any] = {"pad_to_multiple_of": draw.choice([1, 4])}
-    if policy == "counted":
+    if policy == "one" and draw.random() < 0.5:
         packing |= {"dynamic": False, "documents_per_batch": 1}
     elif draw.random() < 0.3:
         packing |= {"cut_to_fill": True}
@@ -119,10 +132,10 @@ def _scenario(seed: int) -> Scenario:
         loading["mixing"] = mixing
     ranks = draw.choice([1, 2, 3, 4])
     keeps = draw.random() < 0.5
-    processes = draw.random() < 0.25  # they cost 100 ms each
+    runtimes = [] if not processes else ["main"] if policy == "context_aware" else ["main", "worker"]
     parts = []
     for _ in range(draw.randint(1, 3)):
-        parts.append(_part(draw, ranks, processes, draw.randint(1, 25)))
+        parts.append(_part(draw, ranks, runtimes, draw.randint(1, 25)))
         ranks = ranks if keeps else draw.choice([1, 2, 4])
     return Scenario(
         seed=seed,
@@ -133,16 +146,16 @@ def _scenario(seed: int) -> Scenario:
         policy=policy,
         accumulate=draw.choice([1, 4]),
         epochs=draw.randint(1, 3),
-        parts=(*parts, _part(draw, ranks, processes, None)),
+        parts=(*parts, _part(draw, ranks, runtimes, None)),
         loading=loading,
         packing=packing,
     )
 
 
-def _part(draw: Random, ranks: int, processes: bool, micro_batches: int | None) -> Part:
-    if not processes:
+def _part(draw: Random, ranks: int, runtimes: list[str], micro_batches: int | None) -> Part:
+    if not runtimes:
         return Part(ranks, "main", 0, micro_batches)
-    return Part(ranks, draw.choice(["main", "worker"]), draw.choice([0, 2]) if ranks < 3 else 0, micro_batches)
+    return Part(ranks, draw.choice(runtimes), draw.choice([0, 2]) if ranks < 3 else 0, micro_batches)
 
 
 def check(scenario: Scenario) -> None:
@@ -160,11 +173,21 @@ def check(scenario: Scenario) -> None:
         assert steps == list(scenario.run((whole,))), "the steps of the unbroken run"
 
 
-@pytest.mark.parametrize("group", range(GROUPS))
+@pytest.mark.parametrize("group", range(20))
 def test_random_scenarios(group: int) -> None:
+    _check_scenarios(range(group * 10, group * 10 + 10), processes=False)
+
+
+@pytest.mark.distributed  # slower: some of the parts start processes
+@pytest.mark.parametrize("group", range(10))
+def test_random_scenarios_with_workers_and_runtimes(group: int) -> None:
+    _check_scenarios(range(group * 4, group * 4 + 4), processes=True)
+
+
+def _check_scenarios(seeds: Iterable[int], processes: bool) -> None:
     with threaded_collectives():
-        for seed in range(group * EACH, (group + 1) * EACH):
-            scenario = _scenario(seed)
+        for seed in seeds:
+            scenario = _scenario(seed, processes)
             try:
                 check(scenario)
             except BaseException:
