@@ -64,7 +64,7 @@ class RowProcess:
         self._process: BaseProcess | None = None
         self._end: Callable[[], object] | None = None
 
-    def open(self) -> None:
+    def start(self) -> None:
         """Start the child."""
         context = get_context(self._start_method)
         self._connection, theirs = context.Pipe()
@@ -153,12 +153,14 @@ def _serve(connection: Connection, settings: RowSettings, policy: BufferPolicy, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
     torch.set_num_threads(1)  # as a data loader's workers: a fork does not copy the threads of OpenMP
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    maker, sent = LocalRows(settings, policy, state), _SentDocuments(settings)
+    maker, sent = None, _SentDocuments(settings)
     try:
-        maker.open()
         while True:
             request = connection.recv()
             try:
+                if maker is None:
+                    maker = LocalRows(settings, policy, state)
+                    maker.start()
                 plan_or_row = maker.plan() if request is None else maker.give(request)
             except Exception as error:  # told to the parent, which raises it
                 connection.send(_told(error))
@@ -167,7 +169,8 @@ def _serve(connection: Connection, settings: RowSettings, policy: BufferPolicy, 
     except (EOFError, OSError):
         return  # the parent closed its end
     finally:
-        maker.close()
+        if maker is not None:
+            maker.close()
 
 
 def _answer(connection: Connection, made: Plan | GivenRow, sent: _SentDocuments) -> None:
