@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -134,7 +134,7 @@ def resume_seconds(runtime: str, seconds: float) -> tuple[float, float]:
     return taken, POOL * seconds / WORKERS
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run all ways and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
@@ -142,26 +142,26 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.2, help="sleep of a document in steady state (default: 0.2)")
     parser.add_argument("--first-seconds", type=float, default=1.0, help="the same for first rows (default: 1)")
     parser.add_argument("--only", nargs="*", default=["on demand", "main", "worker"], help="ways to run")
-    arguments = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: they sleep
     print(f"{date.today()}, {os.cpu_count()} CPU cores, {WORKERS} workers, window {WINDOW}\n")
     print("| rows are made | first row / least | wait p50 | wait p99 | longest |\n|---|---|---|---|---|")
     results: dict[str, Any] = {}
-    measure(arguments.only[0], "eighths", 0, 0.01)  # what is imported when first needed
-    for way in arguments.only:
-        first = measure(way, "eighths", 0, arguments.first_seconds).first
-        figures = Figures(first, *list(asdict(measure(way, "mixed", arguments.rows, arguments.seconds)).values())[1:])
+    measure(chosen.only[0], "eighths", 0, 0.01)  # what is imported when first needed
+    for way in chosen.only:
+        first = measure(way, "eighths", 0, chosen.first_seconds).first
+        figures = Figures(first, *list(asdict(measure(way, "mixed", chosen.rows, chosen.seconds)).values())[1:])
         results[way] = asdict(figures)
         cells = [f"{figures.first:.2f}", *(f"{100 * value:.2f} %" for value in list(asdict(figures).values())[1:])]
         print(f"| {way} | {' | '.join(cells)} |", flush=True)
-    print(f"\nWaits are parts of a step. Resume with {POOL} documents in the pool, {arguments.first_seconds} s each:\n")
+    print(f"\nWaits are parts of a step. Resume with {POOL} documents in the pool, {chosen.first_seconds} s each:\n")
     print("| runtime | first row, s | reading the pool again, s |\n|---|---|---|")
-    for runtime in [way for way in arguments.only if way != "on demand"]:
-        taken, whole = resume_seconds(runtime, arguments.first_seconds)
+    for runtime in [way for way in chosen.only if way != "on demand"]:
+        taken, whole = resume_seconds(runtime, chosen.first_seconds)
         results[runtime] |= {"resume_seconds": taken, "pool_seconds": whole}
         print(f"| {runtime} | {taken:.2f} | {whole:.0f} |", flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
