@@ -64,7 +64,7 @@ class RowProcess:
         self._process: BaseProcess | None = None
         self._end: Callable[[], object] | None = None
 
-    def start(self) -> None:
+    def open(self) -> None:
         """Start the child."""
         context = get_context(self._start_method)
         self._connection, theirs = context.Pipe()
@@ -160,7 +160,7 @@ def _serve(connection: Connection, settings: RowSettings, policy: BufferPolicy, 
             try:
                 if maker is None:
                     maker = LocalRows(settings, policy, state)
-                    maker.start()
+                    maker.open()
                 plan_or_row = maker.plan() if request is None else maker.give(request)
             except Exception as error:  # told to the parent, which raises it
                 connection.send(_told(error))

@@ -174,7 +174,7 @@ class RowBuilder:
         waiting = [candidate for planned in self._planned for candidate in planned.candidates]
         return dict(self._counters + _left_over([*waiting, *self._pool.candidates]))
 
-    def start(self) -> None:
+    def open(self) -> None:
         """Start the worker processes. Without this they start with the first document."""
         if self._draws is None and not self._exhausted:
             self._draws = self._open()
@@ -213,7 +213,7 @@ class RowBuilder:
             return None
         if self._stopped:
             raise InterruptedError("reading was stopped")
-        self.start()
+        self.open()
         assert self._draws is not None
         draw = next(self._draws, None)
         if draw is None:

@@ -48,7 +48,7 @@ class GivenRow(NamedTuple):
 class RowMaker(Protocol):
     """Makes rows in turn: a plan, a row of that plan, the next plan."""
 
-    def start(self) -> None:
+    def open(self) -> None:
         """Start processes. Called in the main thread, whose signal handlers notice their death."""
 
     def plan(self) -> Plan:
@@ -75,7 +75,7 @@ class LocalRows:
 
     def __init__(self, settings: RowSettings, policy: BufferPolicy, state: RowState) -> None:
         self._builder = RowBuilder(settings, policy, state)
-        self.start, self.stop, self.close = self._builder.start, self._builder.stop, self._builder.close
+        self.open, self.stop, self.close = self._builder.open, self._builder.stop, self._builder.close
 
     def plan(self) -> Plan:
         """Choose rows and read again what they lack; everything that can fail for a row fails here."""
@@ -157,7 +157,7 @@ class BackgroundRows:
         self._maker.close()
 
     def _start(self) -> None:
-        self._maker.start()
+        self._maker.open()
         for _ in range(self._ahead):
             self._picks.put(0)
         # A daemon: an interpreter that ends must not wait for a document that takes minutes.

@@ -255,7 +255,7 @@ def test_the_child_can_be_spawned() -> None:
     settings = data._training_settings()
     spawned = RowProcess(settings, AdaptiveBufferPolicy(), RowState(), start_method="spawn")
     local = LocalRows(settings, AdaptiveBufferPolicy(), RowState())
-    spawned.start()
+    spawned.open()
     try:
         while (plan := spawned.plan()).offers:
             assert plan == local.plan()
