@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,8 @@ def test_a_killed_reading_process_is_an_error_and_not_a_hang() -> None:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_nothing_is_left_running(runtime: str) -> None:
-    def running() -> tuple[int, list[str]]:
-        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(os.getpid())], capture_output=True, text=True)  # noqa: S607
-        names = [thread.name for thread in threading.enumerate() if thread.name == "longctx-rows"]
-        return len(found.stdout.split()), names
+    def running() -> tuple[int, int]:
+        return len(active_children()), sum(thread.name == "longctx-rows" for thread in threading.enumerate())
 
     before = running()
     loader = data_module(num_workers=1, runtime=runtime).train_dataloader()
