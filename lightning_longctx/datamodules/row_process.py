@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,17 +20,15 @@ from threading import Thread
 from time import sleep
 from traceback import format_exception
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from lightning_longctx.datamodules.documents import Document
 from lightning_longctx.datamodules.packing import flatten_row, unflatten_row
 from lightning_longctx.datamodules.policies import BufferPolicy
-from lightning_longctx.datamodules.row_state import PlannedRow
 from lightning_longctx.datamodules.rows import RowSettings, RowState
 from lightning_longctx.datamodules.runtime import GivenRow, LocalRows, Plan
-from lightning_longctx.datamodules.sources import IndexableSource
+from lightning_longctx.datamodules.sent_documents import ReceivedDocuments, SentDocuments
 from lightning_longctx.errors import DataError, FieldError
 
 __all__ = ["RowProcess"]
@@ -59,7 +56,7 @@ class RowProcess:
     ) -> None:
         self._arguments = settings, policy, state
         self._start_method = start_method
-        self._documents = _ReceivedDocuments()
+        self._documents = ReceivedDocuments()
         self._connection: Connection | None = None
         self._process: BaseProcess | None = None
         self._end: Callable[[], object] | None = None
@@ -153,27 +150,28 @@ def _serve(connection: Connection, settings: RowSettings, policy: BufferPolicy, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
     torch.set_num_threads(1)  # as a data loader's workers: a fork does not copy the threads of OpenMP
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    maker, sent = None, _SentDocuments(settings)
+    maker, sent = LocalRows(settings, policy, state), SentDocuments(settings.reader)
     try:
         while True:
-            request = connection.recv()
-            try:
-                if maker is None:
-                    maker = LocalRows(settings, policy, state)
-                    maker.open()
-                plan_or_row = maker.plan() if request is None else maker.give(request)
-            except Exception as error:  # told to the parent, which raises it
-                connection.send(_told(error))
-                continue
-            _answer(connection, plan_or_row, sent)
+            _answer(connection, _made(maker, connection.recv()), sent)
     except (EOFError, OSError):
         return  # the parent closed its end
     finally:
-        if maker is not None:
-            maker.close()
+        maker.close()
 
 
-def _answer(connection: Connection, made: Plan | GivenRow, sent: _SentDocuments) -> None:
+def _made(maker: LocalRows, request: int | None) -> Plan | GivenRow | FieldError:
+    try:
+        maker.open()  # here, so that the parent is told why it fails; nothing from the second time on
+        return maker.plan() if request is None else maker.give(request)
+    except Exception as error:  # the parent raises it
+        return _told(error)
+
+
+def _answer(connection: Connection, made: Plan | GivenRow | FieldError, sent: SentDocuments) -> None:
+    if isinstance(made, FieldError):
+        connection.send(made)
+        return
     if isinstance(made, Plan):
         state = None if made.state is None else sent.strip(made.state)
         connection.send((made.offers, made.counters, state))
@@ -200,69 +198,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         sleep(_LOOK)
     os._exit(1)
-
-
-# -- states without the tokens that the other side has -----------------------------------------------------------------
-
-
-class _Stripped(NamedTuple):
-    """A state without tokens, the handle of each waiting document, and the documents that were not sent before."""
-
-    state: RowState
-    handles: list[int | None]
-    new: dict[int, Document]
-
-
-class _SentDocuments:
-    """Sends each waiting document of a stream once, and none that can be read again: a pool may hold gigabytes."""
-
-    def __init__(self, settings: RowSettings) -> None:
-        reader = settings.reader
-        carried = range(len(reader.sources)) if reader.source_ids is None else reader.source_ids
-        pairs = zip(carried, reader.sources, strict=True)
-        self._by_value = {number for number, source in pairs if not isinstance(source, IndexableSource)}
-        self._sent: dict[int, tuple[int, Document]] = {}  # by identity, which holds while it is kept here
-        self._count = 0
-
-    def strip(self, state: RowState) -> _Stripped:
-        known, self._sent = self._sent, {}
-        handles: list[int | None] = []
-        new: dict[int, Document] = {}
-        for candidate in state.waiting:
-            document = candidate.document
-            if document is None or document.source_id not in self._by_value:
-                handles.append(None)
-                continue
-            entry = known.get(id(document))
-            if entry is None:
-                entry = self._count, document
-                new[self._count] = document
-                self._count += 1
-            self._sent[id(document)] = entry
-            handles.append(entry[0])
-        return _Stripped(_with_documents(state, [None] * len(handles)), handles, new)
-
-
-class _ReceivedDocuments:
-    """The other side of :class:`_SentDocuments`."""
-
-    def __init__(self) -> None:
-        self._documents: dict[int, Document] = {}
-
-    def restore(self, stripped: _Stripped) -> RowState:
-        known = self._documents | stripped.new
-        self._documents = {handle: known[handle] for handle in stripped.handles if handle is not None}
-        return _with_documents(
-            stripped.state, [None if handle is None else known[handle] for handle in stripped.handles]
-        )
-
-
-def _with_documents(state: RowState, documents: list[Document | None]) -> RowState:
-    """The state with other documents in its waiting candidates, in that order."""
-    rest = iter(documents)
-    planned = [
-        PlannedRow(row, tuple(replace(candidate, document=next(rest)) for candidate in candidates))
-        for row, candidates in state.planned
-    ]
-    waiting = tuple(replace(candidate, document=next(rest)) for candidate in state.candidates)
-    return replace(state, planned=tuple(planned), candidates=waiting)

@@ -155,6 +155,7 @@ class BackgroundRows:
             self._picks.put(None)
             self._thread.join()
         self._maker.close()
+        self._error = self._error or InterruptedError("these rows were closed; iterate anew")
 
     def _start(self) -> None:
         self._maker.open()

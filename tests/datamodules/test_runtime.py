@@ -110,6 +110,40 @@ def test_rows_are_made_while_the_step_computes_and_no_more_than_agreed(runtime: 
     rows.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_processes_start_in_the_thread_that_iterates(workers: int) -> None:
+    """A signal handler that notices a dead process can only be set in the main thread."""
+    threads = []
+
+    class Watched(LocalRows):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            opened = self.open
+
+            def watched_open() -> None:
+                before = len(active_children())
+                opened()
+                threads.append((threading.current_thread(), len(active_children()) - before))
+
+            self.open = watched_open
+
+    settings = data_module(num_workers=workers)._training_settings()
+    rows = BackgroundRows(Watched(settings, FixedBufferPolicy(4), RowState()), RowState())
+    rows.plan()
+    rows.close()
+    assert threads == [(threading.main_thread(), workers)]
+
+
+def test_closed_rows_say_so() -> None:
+    rows = BackgroundRows(LocalRows(data_module()._training_settings(), FixedBufferPolicy(4), RowState()), RowState())
+    rows.plan()
+    rows.give()
+    rows.close()
+    rows.close()
+    with pytest.raises(InterruptedError, match="closed"):
+        rows.plan()
+
+
 def _wait_until(condition: Any, what: str, limit: float = 20.0) -> None:
     deadline = time.monotonic() + limit
     while not condition():
