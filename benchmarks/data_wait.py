@@ -149,8 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--rows", type=int, default=100, help="rows after the first (default: 100)")
-    parser.add_argument("--seconds", type=float, default=0.3, help="sleep of a document in steady state (default: 0.3)")
-    parser.add_argument("--first-seconds", type=float, default=1.0, help="the same for first rows (default: 1)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="sleep of a document (default: 1)")
+    parser.add_argument("--first-seconds", type=float, default=3.0, help="the same for first rows (default: 3)")
     parser.add_argument("--only", nargs="*", default=list(WAYS), help="ways to run")
     chosen = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: they sleep
@@ -166,10 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results[way] = asdict(figures)
         cells = [f"{figures.first:.2f}", *(f"{100 * value:.2f} %" for value in list(asdict(figures).values())[1:])]
         print(f"| {way} | {' | '.join(cells)} |", flush=True)
-    print(f"\nWaits are parts of a step. Resume with {POOL} documents in the pool, {chosen.first_seconds} s each:\n")
+    print(f"\nWaits are parts of a step. Resume with {POOL} documents in the pool, {chosen.seconds:g} s each:\n")
     print("| runtime | first row, s | reading the pool again, s |\n|---|---|---|")
     for runtime in [way for way in chosen.only if way in ("main", "worker")]:
-        taken, whole = resume_seconds(runtime, chosen.first_seconds)
+        taken, whole = resume_seconds(runtime, chosen.seconds)
         results[runtime] |= {"resume_seconds": taken, "pool_seconds": whole}
         print(f"| {runtime} | {taken:.2f} | {whole:.0f} |", flush=True)
     if chosen.json:

@@ -132,9 +132,12 @@ class BackgroundRows:
     def give(self, index: int = 0) -> PackedBatch:
         """Take a planned row. The next ones are planned from here on, whatever the caller does meanwhile."""
         assert index == 0 or not self._ahead
-        self._picks.put(index)
+        if not self._ahead:
+            self._picks.put(index)
         given = self._receive()
         assert isinstance(given, GivenRow)
+        if self._ahead:  # after the row is here: the thread that wakes up would compete for the interpreter
+            self._picks.put(0)
         self._plan, self._state = None, given.state
         return given.row
 
