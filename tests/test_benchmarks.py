@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import packing, packing_grid
+from benchmarks import data_wait, packing, packing_grid
 from benchmarks.packing_bars import cost_bars, grid_bars
 from benchmarks.packing_costs import PoolCost, RowCost, pool_costs, row_costs, worst_growth
 from benchmarks.packing_grid import RUNS, Cell, Figures, Grid, half_windows, measure, overview, run_variant
@@ -242,3 +242,16 @@ def test_tables_need_their_place(tmp_path: Path) -> None:
 def test_the_docs_page_has_a_place_for_each_table() -> None:
     text = (ROOT / "docs" / "buffer_policies.md").read_text()
     assert [text.count(f"<!-- packing: {name} -->\n") for name in TABLES] == [1] * len(TABLES)
+
+
+@pytest.mark.slow
+def test_waits_are_measured_against_rows_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = tmp_path / "numbers.json"
+    data_wait.main(["--rows", "6", "--seconds", "0.05", "--first-seconds", "0.3", "--json", str(numbers)])
+    found = json.loads(numbers.read_text())
+    assert tuple(found) == data_wait.WAYS
+    assert found["main"]["wait_p50"] < found["on demand"]["wait_p50"]
+    assert found["worker"]["wait_p50"] < found["on demand"]["wait_p50"]
+    assert found["on demand"]["first"] >= 1
+    assert found["worker"]["resume_seconds"] < found["worker"]["pool_seconds"] == 2.5
+    assert "| on demand | " in capsys.readouterr().out

@@ -12,12 +12,11 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_longctx.batch import PackedBatch
 from lightning_longctx.datamodules.balance import PLANNED_ROWS, pick_rows
-from lightning_longctx.datamodules.packing import assemble_row, pack_documents
-from lightning_longctx.datamodules.rows import RowBuilder
+from lightning_longctx.datamodules.packing import flatten_row, pack_documents, unflatten_row
+from lightning_longctx.datamodules.runtime import BackgroundRows
 from lightning_longctx.datamodules.settings import OnUnevenEnd
 from lightning_longctx.errors import DataError
 from lightning_longctx.topology import Topology
@@ -35,8 +34,8 @@ class RowAgreement:
     Use it as a context around the work that one rank may fail at, then :meth:`exchange` the outcome::
 
         with agreement:
-            builder.plan()
-        row = agreement.exchange(builder)
+            rows.plan()
+        row = agreement.exchange(rows)
 
     Args:
         topology: ranks and groups.
@@ -71,19 +70,19 @@ class RowAgreement:
             winner = int(self._reduce(error=True)[0])
             self._message(winner - 1, f"{type(error).__name__}: {error}")
 
-    def exchange(self, builder: RowBuilder | None) -> PackedBatch | None:
+    def exchange(self, rows: BackgroundRows | None) -> PackedBatch | None:
         """Return this rank's whole row, or None at the agreed end.
 
         Args:
-            builder: on a reader, with its rows planned (none at the end of its data); on other ranks, None.
+            rows: on a reader, with the next one planned (none at the end of its data); on other ranks, None.
 
         Raises:
             DataError: another rank failed; its message is inside.
         """
-        offers = [] if builder is None else builder.offers()
+        offers = [] if rows is None else rows.offers()
         if self._topology.host_group is None:
-            return builder.give() if builder is not None and offers else None
-        values = self._reduce(end=builder is not None and not offers, offers=offers)
+            return rows.give() if rows is not None and offers else None
+        values = self._reduce(end=rows is not None and not offers, offers=offers)
         error, end, some = (int(value) for value in values[:_CODES])
         if error:
             got = f"an error on rank {error - 1}: {self._message(error - 1, '')}"
@@ -91,9 +90,9 @@ class RowAgreement:
         if not some or (end and not self._pads):
             return None
         row = None
-        if builder is not None and offers:
-            row = builder.give(self._pick(values[_CODES:]))
-        elif builder is not None:
+        if rows is not None and offers:
+            row = rows.give(self._pick(values[_CODES:]))
+        elif rows is not None:
             row = pack_documents([], self._budget, self._multiple)
         return row if self._topology.sp_host_group is None else self._share(row)
 
@@ -137,15 +136,7 @@ class RowAgreement:
             header[:] = torch.tensor([row["input_ids"].numel(), len(row["document_keys"])])
         dist.broadcast(header, group=group, group_src=0)
         tokens, documents = header.tolist()
-        sizes = [tokens, tokens, documents + 1, 4 * documents]
-        payload = torch.empty(sum(sizes), dtype=torch.int32) if row is None else _payload(row)
+        size = 2 * tokens + documents + 1 + 4 * documents
+        payload = torch.empty(size, dtype=torch.int32) if row is None else flatten_row(row)
         dist.broadcast(payload, group=group, group_src=0)
-        if row is not None:
-            return row
-        input_ids, labels, bounds, keys = (part.clone() for part in torch.split(payload, sizes))
-        return assemble_row(input_ids, labels, bounds, keys.view(torch.int64).reshape(-1, 2), self._budget)
-
-
-def _payload(row: PackedBatch) -> Tensor:
-    keys = row["document_keys"].contiguous().view(torch.int32).flatten()  # exact: two int32 for each int64
-    return torch.cat([row["input_ids"][0].int(), row["shift_labels"][0].int(), row["cu_seqlens"], keys])
+        return unflatten_row(payload, tokens, documents, self._budget) if row is None else row

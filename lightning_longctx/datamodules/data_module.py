@@ -126,6 +126,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self.max_seq_len,
             micro_batch_size,
             packing.count_mode,
+            loading.runtime,
             modalities=tuple(source.modality for source in opened),
             dynamic=packing.dynamic,
         )
@@ -237,7 +238,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> TrainingLoader:
         """Rows for training. Without a Trainer too: each row then counts as used when it is given."""
         ledger = self._ledger or self._prepare_ledger()
-        plan = RowPlan(self._training_settings(), self._policy, self._topology, self._assembly.loading.on_uneven_end)
+        loading = self._assembly.loading
+        settings = self._training_settings()
+        plan = RowPlan(settings, self._policy, self._topology, loading.on_uneven_end, loading.runtime)
         self._loader = TrainingLoader(plan, ledger, (lambda: ledger.use(0)) if self.trainer is None else None)
         return self._loader
 
@@ -307,6 +310,10 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         found = {} if self._ledger is None else self._ledger.used.counters
         return {name: found.get(name, 0) for name in COUNTERS}
 
+    def wait_seconds(self) -> list[float]:
+        """How long training waited for each row since the last call, on this rank; other ranks' waiting included."""
+        return [] if self._loader is None else self._loader.wait_seconds()
+
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's state, without a collective: plain containers and tensors. Empty on ranks that read nothing."""
         if self._ledger is None or not self._topology.is_reader:
@@ -355,7 +362,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             )
         settings = self._assembly.evaluation(self._topology.sp_size, self._model_vocabulary())
         # One candidate is enough here: order matters more than fill, and no batch waits for a pool.
-        return EvaluationLoader(RowPlan(settings, FixedBufferPolicy(size=1), self._topology, "pad"))
+        policy, runtime = FixedBufferPolicy(size=1), self._assembly.loading.runtime
+        return EvaluationLoader(RowPlan(settings, policy, self._topology, "pad", runtime))
 
     def global_counters(self) -> dict[str, int]:
         """:attr:`counters` summed over all ranks: one reduction, which every rank must take part in."""

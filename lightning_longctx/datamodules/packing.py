@@ -12,7 +12,7 @@ from lightning_longctx.batch import IGNORE_INDEX, MAX_PADDING_DOCUMENT, PAD_SOUR
 from lightning_longctx.datamodules.documents import Document, Tokens
 from lightning_longctx.errors import ConfigurationError, DataError
 
-__all__ = ["assemble_row", "pack_documents"]
+__all__ = ["assemble_row", "flatten_row", "pack_documents", "unflatten_row"]
 
 
 def pack_documents(
@@ -104,6 +104,27 @@ def assemble_row(
         document_keys=document_keys,
         loss_divisor=loss_divisor,
     )
+
+
+def flatten_row(row: PackedBatch) -> Tensor:
+    """The parts of a whole row that cannot be derived, as one int32 ``[2T + (D+1) + 4D]``, to send it."""
+    keys = row["document_keys"].contiguous().view(torch.int32).flatten()  # exact: two int32 for each int64
+    return torch.cat([row["input_ids"][0].int(), row["shift_labels"][0].int(), row["cu_seqlens"], keys])
+
+
+def unflatten_row(payload: Tensor, tokens: int, documents: int, loss_divisor: int) -> PackedBatch:
+    """The inverse of :func:`flatten_row`.
+
+    Args:
+        payload: what it gave.
+        tokens: T.
+        documents: D, padding included.
+        loss_divisor: the budget.
+    """
+    input_ids, labels, bounds, keys = payload.split([tokens, tokens, documents + 1, 4 * documents])
+    # Copies of the small parts: views would keep the payload, and int64 needs a start that is a multiple of 8 bytes.
+    keys = keys.clone().view(torch.int64).reshape(-1, 2)
+    return assemble_row(input_ids, labels, bounds.clone(), keys, loss_divisor)
 
 
 def _labels(document: Document) -> Tokens:

@@ -22,6 +22,7 @@ __all__ = [
     "OnBadRecord",
     "OnUnevenEnd",
     "PackingSettings",
+    "Runtime",
     "StopMode",
     "WarmupSettings",
     "as_settings",
@@ -39,6 +40,7 @@ Mixing = Literal["token", "sample"]
 StopMode = Literal["all_exhausted", "first_exhausted", "forever"]
 OnBadRecord = Literal["error", "skip"]
 OnUnevenEnd = Literal["stop", "pad"]
+Runtime = Literal["main", "worker"]
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -176,6 +178,9 @@ class LoadingSettings:
         num_workers: processes that read and tokenize. Default 0, in the main process: works everywhere and shows errors
             where they happen; set it when ``data`` waits show up. Any number gives the same documents in the same
             order.
+        runtime: where rows are chosen and packed while the step computes: ``main`` (default) in a thread of this
+            process, or ``worker``, in one process of its own, for a training process whose Python is busy. Both give
+            the same rows and states. ``num_workers`` says where documents are read and tokenized, under either.
         seed: of the order of documents. Default 42, and not the global seed, so that a sweep over seeds of the model
             sees the same data.
         shuffle: whether indexable sources are read in a new random order in each epoch. Streams keep their order.
@@ -200,6 +205,7 @@ class LoadingSettings:
     """
 
     num_workers: int = 0
+    runtime: Runtime = "main"
     seed: int = 42
     shuffle: bool = True
     mixing: Mixing = "token"
@@ -212,6 +218,7 @@ class LoadingSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "warmup", as_settings(WarmupSettings, self.warmup, "data.loading.warmup"))
+        _check_choice("loading.runtime", self.runtime, Runtime)
         _check_choice("loading.mixing", self.mixing, Mixing)
         _check_choice("loading.stop_mode", self.stop_mode, StopMode)
         _check_choice("loading.on_bad_record", self.on_bad_record, OnBadRecord)

@@ -1,0 +1,180 @@
+"""How long training waits for rows, and how long until the first one, in both runtimes.
+
+The peer makes each row on demand; the floor ("ready") is a row that is there already, so its waits are the noise of the
+machine.
+
+The tokenizer sleeps, as a slow one would compute, and so do the steps; sleeping needs no processor, so the figures hold
+on a small machine too. Each is a ratio to what the same run cannot do without: a step, or the sleep of the documents
+that the first row must have, divided among the workers.
+
+    python benchmarks/data_wait.py [--json PATH] [--rows N] [--seconds S] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_longctx.datamodules import DynamicBatchingDataModule, FixedBufferPolicy, LoadingSettings
+from lightning_longctx.datamodules.rows import RowBuilder, RowState
+from lightning_longctx.datamodules.state import saved_state
+from lightning_longctx.topology import Topology
+
+WINDOW = 2**17
+WORKERS = 4
+#: How much longer a step takes than its documents need on average: "the transform keeps up".
+HEADROOM = 1.3
+#: Documents that wait in the pool of the run that is resumed.
+POOL = 200
+WAYS = ("ready", "on demand", "main", "worker")
+#: Turns for first rows; the median is reported.
+TURNS = 3
+
+
+def sleeping_tokenizer(seconds: float) -> Callable[[str], Any]:
+    """A tokenizer that gives as many tokens as the text says, after a sleep of so many seconds."""
+
+    def tokenize(text: str) -> Any:
+        time.sleep(seconds)
+        return np.ones(int(text), np.int32)
+
+    return tokenize
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one way of making rows gives.
+
+    Attributes:
+        first: time to the first row, over the sleep that it must have at least.
+        wait_p50: median wait of the later rows, over a step.
+        wait_p99: the same, 99th percentile.
+        longest: the longest wait, over a step.
+    """
+
+    first: float
+    wait_p50: float
+    wait_p99: float
+    longest: float
+
+
+def lengths(stream: str, count: int) -> list[int]:
+    """Documents of an eighth of a window each (so that the first row needs eight), or of many lengths."""
+    if stream == "eighths":
+        return [WINDOW // 8] * count
+    draw = np.random.default_rng(0).lognormal(np.log(WINDOW / 16), 1.0, count)
+    return [int(length) for length in draw.clip(64, WINDOW)]
+
+
+def make_data(found: list[int], tokenize: Any, runtime: str, policy: Any = "adaptive") -> DynamicBatchingDataModule:
+    """A data module over documents of given lengths."""
+    return DynamicBatchingDataModule(
+        {"a": [{"text": str(length)} for length in found]},
+        tokenizer=tokenize,
+        max_seq_len=WINDOW,
+        buffer_policy=policy,
+        loading=LoadingSettings(num_workers=WORKERS, shuffle=False, runtime=runtime),  # type: ignore[arg-type]
+    )
+
+
+def rows_of(way: str, found: list[int], seconds: float) -> Iterator[Any]:
+    """Rows of a way: a runtime, a builder that is asked for each row when it is needed, or one row again and again."""
+    if way == "ready":
+        row = next(iter(make_data(found, sleeping_tokenizer(0), "main").train_dataloader()))
+        while True:
+            yield row
+    data = make_data(found, sleeping_tokenizer(seconds), "main" if way == "on demand" else way)
+    if way != "on demand":
+        yield from data.train_dataloader()
+        return
+    builder: RowBuilder = data.row_builder(Topology())
+    try:
+        while (row := builder.next_row()) is not None:
+            yield row
+    finally:
+        builder.close()
+
+
+def measure(way: str, stream: str, rows: int, seconds: float) -> Figures:
+    """Train by sleeping: the time of the documents of a mean row, with :data:`HEADROOM`."""
+    documents = lengths(stream, 40 * (rows + 1))
+    step = HEADROOM * seconds / WORKERS * WINDOW / statistics.mean(documents)
+    waits, start = [], time.perf_counter()
+    source = rows_of(way, documents, seconds)
+    next(source)
+    first = time.perf_counter() - start
+    for _ in range(rows):
+        time.sleep(step)
+        start = time.perf_counter()
+        next(source)
+        waits.append((time.perf_counter() - start) / step)
+    source.close()  # type: ignore[attr-defined]
+    oracle = -(-8 // WORKERS) * seconds if stream == "eighths" else float("nan")
+    waits = waits or [float("nan")]
+    return Figures(first / oracle, statistics.median(waits), float(np.quantile(waits, 0.99)), max(waits))
+
+
+def resume_seconds(runtime: str, seconds: float) -> tuple[float, float]:
+    """Seconds to the first row after a resume with :data:`POOL` long documents, and of reading them all again."""
+    draw = np.random.default_rng(1)
+    found = [int(length) for length in draw.integers(WINDOW // 4, WINDOW, 3 * POOL)]
+    data = make_data(found, sleeping_tokenizer(0), runtime, FixedBufferPolicy(POOL))
+    next(iter(data.train_dataloader()))
+    assert data._ledger is not None
+    saved = saved_state(data._ledger.used, data._training_settings())
+    assert len(RowState.from_plain(saved["ranks"][0]).waiting) >= POOL - 8
+    resumed = make_data(found, sleeping_tokenizer(seconds), runtime, FixedBufferPolicy(POOL))
+    resumed.load_state_dict(saved)
+    start = time.perf_counter()
+    rows = iter(resumed.train_dataloader())
+    next(rows)
+    taken = time.perf_counter() - start
+    rows.close()  # type: ignore[attr-defined]
+    return taken, POOL * seconds / WORKERS
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run all ways and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    parser.add_argument("--rows", type=int, default=100, help="rows after the first (default: 100)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="sleep of a document (default: 1)")
+    parser.add_argument("--first-seconds", type=float, default=3.0, help="the same for first rows (default: 3)")
+    parser.add_argument("--only", nargs="*", default=list(WAYS), help="ways to run")
+    chosen = parser.parse_args(arguments)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: they sleep
+    print(f"{date.today()}, {os.cpu_count()} CPU cores, {WORKERS} workers, window {WINDOW}\n")
+    print("| rows are made | first row / least | wait p50 | wait p99 | longest |\n|---|---|---|---|---|")
+    results: dict[str, Any] = {}
+    measure("main", "eighths", 0, 0.01)  # what is imported when first needed
+    for way in chosen.only:
+        turns = range(TURNS if way != "ready" else 0)
+        firsts = [measure(way, "eighths", 0, chosen.first_seconds).first for _ in turns]
+        first = statistics.median(firsts or [float("nan")])
+        figures = Figures(first, *list(asdict(measure(way, "mixed", chosen.rows, chosen.seconds)).values())[1:])
+        results[way] = asdict(figures)
+        cells = [f"{figures.first:.2f}", *(f"{100 * value:.2f} %" for value in list(asdict(figures).values())[1:])]
+        print(f"| {way} | {' | '.join(cells)} |", flush=True)
+    print(f"\nWaits are parts of a step. Resume with {POOL} documents in the pool, {chosen.seconds:g} s each:\n")
+    print("| runtime | first row, s | reading the pool again, s |\n|---|---|---|")
+    for runtime in [way for way in chosen.only if way in ("main", "worker")]:
+        taken, whole = resume_seconds(runtime, chosen.seconds)
+        results[runtime] |= {"resume_seconds": taken, "pool_seconds": whole}
+        print(f"| {runtime} | {taken:.2f} | {whole:.0f} |", flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What Lightning does to a loader: lengths, validation, limits, reloading, several fits, and stops of real fits."""
+
+from __future__ import annotations
+
+from itertools import chain
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.data import has_len_all_ranks
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from tests.datamodules.helpers import Recorder, Stream, data_module, records, trainer
+
+DOCUMENTS = 32
+
+
+def _keys(rows: list[list[tuple[int, int]]]) -> list[tuple[int, int]]:
+    return list(chain(*rows))
+
+
+def test_no_length_is_claimed_to_lightning() -> None:
+    """axolotl#3152: a schedule must not be told a length that packing does not keep."""
+    module = Recorder(estimate=True)
+    fit = trainer(max_steps=5, max_epochs=-1)
+    fit.fit(module, data_module())
+    assert fit.estimated_stepping_batches == 5
+    assert fit.num_training_batches == inf
+    assert not has_len_all_ranks(data_module().train_dataloader(), fit.strategy)
+    unknown = trainer(max_epochs=2)
+    unknown.fit(Recorder(), data_module())
+    assert unknown.estimated_stepping_batches == -1, "Lightning's word for a number of steps that is not known"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"val_check_interval": 0.5}, {"limit_val_batches": 0.5}, {"limit_train_batches": 0.5}],
+)
+def test_a_part_of_an_unknown_length_is_refused_by_name(setting: dict[str, Any]) -> None:
+    data = data_module(validation_sources={"v": records(5)})
+    with pytest.raises(MisconfigurationException, match=next(iter(setting))):
+        trainer(**setting, num_sanity_val_steps=0).fit(Recorder(), data)
+
+
+@pytest.mark.parametrize("runtime", ["main", "worker"])
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"val_check_interval": 1.0}, 3),
+        ({"check_val_every_n_epoch": 2}, 1),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 10}, 4),
+    ],
+)
+def test_validation_neither_takes_nor_loses_rows(runtime: str, settings: dict[str, Any], passes: int) -> None:
+    """Lightning#20404, #6798: validation inside and after epochs, beside rows that are made ahead."""
+
+    def fit(**more: Any) -> Recorder:
+        module = Recorder()
+        held_out = {"validation_sources": {"v": records(9, seed=2)}} if more else {}
+        trainer(max_epochs=3, **more).fit(module, data_module(runtime=runtime, **held_out))
+        return module
+
+    plain, validated = fit(), fit(num_sanity_val_steps=2, **settings)
+    assert validated.seen == plain.seen
+    sanity, rest = validated.evaluated[:2], validated.evaluated[2:]
+    assert sanity == rest[:2]
+    assert sorted(_keys(rest)) == sorted([(2, number) for number in range(9)] * passes)
+
+
+def test_limited_validation_starts_anew_each_time() -> None:
+    module = Recorder()
+    data = data_module(validation_sources={"v": records(30, seed=2)})
+    trainer(max_epochs=2, limit_val_batches=2, num_sanity_val_steps=1).fit(module, data)
+    first, *passes = module.evaluated
+    assert passes[:2] == passes[2:4]
+    assert first == passes[0]
+    assert len(passes) == 4
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_reloading_goes_on_where_training_was(limit: int | None) -> None:
+    module, plain = Recorder(), Recorder()
+    settings = {"max_epochs": 4, "limit_train_batches": limit}
+    trainer(reload_dataloaders_every_n_epochs=1, **settings).fit(module, data_module())
+    trainer(**settings).fit(plain, data_module())
+    assert module.seen == plain.seen
+    assert len(_keys(module.seen)) == len(set(_keys(module.seen))) * (4 if limit is None else 1)
+
+
+def test_a_second_fit_goes_on_and_repeats_nothing() -> None:
+    whole = Recorder()
+    trainer(max_epochs=2).fit(whole, data_module())
+    data, module = data_module(), Recorder()
+    trainer(max_steps=5).fit(module, data)
+    assert module.seen == whole.seen[:5]
+    trainer(max_steps=7).fit(module, data)
+    assert module.seen == whole.seen[:12]
+    fit = trainer(max_epochs=1)
+    fit.fit(module, data)
+    assert sorted(_keys(module.seen)) == sorted(_keys(whole.seen)[:DOCUMENTS])
+
+
+def test_a_fit_that_was_interrupted_goes_on_in_the_same_process() -> None:
+    class Interrupt(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = trainer.global_step == 3
+
+    whole, data, module = Recorder(), data_module(), Recorder()
+    trainer().fit(whole, data_module())
+    trainer(callbacks=[Interrupt()]).fit(module, data)
+    trainer().fit(module, data)
+    assert module.seen == whole.seen
+
+
+@pytest.mark.distributed  # slower: processes of loaders
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("runtime", ["main", "worker"])
+def test_real_fits_with_random_stops(seed: int, runtime: str) -> None:
+    """Lightning#20550, #19764, torchdata#1520, KempnerForge#57: with and without a touched estimate of steps."""
+    draw = Random(seed)
+    workers, accumulate, epochs = draw.choice([0, 2]), draw.choice([1, 4]), draw.randint(2, 3)
+    kind = draw.choice([list, Stream])
+
+    def fit(steps: int | None, start: str | None) -> Recorder:
+        sources = {"a": kind(records(20)), "b": records(12, seed=1)}
+        module = Recorder(estimate=draw.random() < 0.5)
+        every = ModelCheckpoint("steps", filename="{step}", save_top_k=-1, every_n_train_steps=1)
+        settings = {} if steps is None else {"max_steps": steps}
+        run = trainer(
+            callbacks=[every],
+            enable_checkpointing=True,
+            max_epochs=epochs,
+            accumulate_grad_batches=accumulate,
+            **settings,
+        )
+        run.fit(module, data_module(sources, num_workers=workers, runtime=runtime), ckpt_path=start)
+        module.steps = run.global_step  # type: ignore[assignment]
+        return module
+
+    whole = fit(None, None)
+    total = whole.steps
+    for path in Path("steps").iterdir():
+        path.unlink()
+    stops = sorted(draw.sample(range(1, int(total)), 3))
+    seen: list[Any] = []
+    start = None
+    for stop in [*stops, None]:
+        seen += fit(stop, start).seen
+        start = f"steps/step={stop}.ckpt"
+    assert seen == whole.seen
+    assert len(_keys(seen)) == DOCUMENTS * epochs
+
+
+def test_a_checkpoint_inside_a_window_begins_the_window_again() -> None:
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:  # the second micro-batch of the second window
+                trainer.save_checkpoint("inside.ckpt")
+
+    whole, resumed = Recorder(), Recorder()
+    trainer(accumulate_grad_batches=4, callbacks=[Save()]).fit(whole, data_module())
+    state = torch.load("inside.ckpt", weights_only=True)["DynamicBatchingDataModule"]
+    data = data_module()
+    data.load_state_dict(state)
+    trainer(accumulate_grad_batches=4).fit(resumed, data)
+    assert resumed.seen == whole.seen[4:]
+
+
+def test_an_iterator_that_has_ended_stays_ended() -> None:
+    """VeOmni#864: the stop is latched; a loader that is asked again begins the next pass, never half of one."""
+
+    data = data_module()
+    loader = data.train_dataloader()
+    rows = iter(loader)
+    assert len(list(rows)) > 3
+    assert [next(rows, None) for _ in range(3)] == [None] * 3
+    assert data.counters["documents_packed"] == DOCUMENTS
+    assert len(list(loader)) > 3
+    assert data.counters["documents_packed"] == 2 * DOCUMENTS
