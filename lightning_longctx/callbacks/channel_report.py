@@ -58,7 +58,7 @@ class ChannelHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain lists and tensors."""
-        rows = torch.tensor(list(self.losses.values()), dtype=torch.float64).reshape(len(self.losses), -1)
+        rows = torch.tensor(list(self.losses.values()), dtype=torch.float64)
         return {
             "steps": torch.tensor(self.steps, dtype=torch.int64),
             "losses": rows,
