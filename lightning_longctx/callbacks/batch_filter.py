@@ -26,7 +26,7 @@ def without(batch: Any, keys: Iterable[str]) -> Any:
     """
     if not isinstance(batch, MutableMapping):
         return batch
-    drop = [key for key in keys if key in batch]
+    drop = [key for key in dict.fromkeys(keys) if key in batch]
     if is_packed_batch(batch):
         drop = [key for key in drop if key not in PackedBatch.__required_keys__]
     if not drop:

@@ -131,6 +131,7 @@ class ChannelLoss(Callback):
         for slot, name in self._reader.table.learned().items():
             table.learn(slot, name)
         self._reader = BatchReader(table, self.group_by, self.source_key, topology.sp_rank, topology.sp_size)
+        self._name_keys()
 
     def _new_table(self, trainer: Trainer) -> SourceTable:
         if self.group_by == "position":
@@ -165,8 +166,14 @@ class ChannelLoss(Callback):
         self._keys.load_state_dict(state_dict["keys"])
         for slot, name in state_dict["learned"].items():
             self._reader.table.learn(int(slot), name)
+        self._name_keys()
         self.history.load_state_dict(state_dict["history"])
         self._restored = state_dict
+
+    def _name_keys(self) -> None:
+        # At once, so that which source has a target first does not matter. Names that are learned get keys in turn.
+        for name in () if self._reader.table.is_open else self._reader.table.names():
+            self._keys(name)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep metadata from the model, and watch its loss calls if asked to."""

@@ -27,6 +27,7 @@ def test_a_copy_of_the_same_class_lacks_the_keys() -> None:
     rest = without(batch, ["b", "c"])
     assert type(rest) is Named
     assert (rest, batch) == ({"a": 1}, {"a": 1, "b": 2})
+    assert without(batch, ["b", "b"]) == {"a": 1}  # as two callbacks with the same key ask for
     assert without(batch, ["c"]) is batch
     assert without([1], ["a"]) == [1]
 
