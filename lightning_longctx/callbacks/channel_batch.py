@@ -166,7 +166,7 @@ class BatchReader:
     def _ranges(self, positions: Tensor) -> Tensor:
         if self._ends is None or self._ends.device != positions.device:
             self._ends = torch.tensor(_POSITION_ENDS, device=positions.device)
-        return torch.bucketize(positions, self._ends, right=True)
+        return torch.bucketize(positions, self._ends, right=True, out_int32=True)
 
     def _source_slots(self, batch: Mapping[str, Any], like: Tensor, shift: int) -> Tensor:
         key = self.key_of(batch)
@@ -174,37 +174,36 @@ class BatchReader:
         rows, width = like.shape
         if ids.dim() == 1 and ids.numel() == rows * width:
             ids = ids.view(rows, width)
+        slots = self.table.slots_of(ids)
         if ids.shape == (rows, width) or ids.shape == (rows, width + 1):  # per token; losses may lack the last one
-            return self.table.slots_of(self._shifted(batch, ids, shift, width))
+            return self._shifted(batch, slots, shift, width)
         if ids.shape == (rows, width * self.sp_size):  # per token of the whole row
-            ids = torch.cat([ids, ids[:, -1:]], 1)
             start = self.sp_rank * width + shift
-            return self.table.slots_of(ids[:, start : start + width])
-        flat = ids.reshape(-1)
+            return torch.cat([slots, slots[:, -1:]], 1)[:, start : start + width]
+        flat = slots.reshape(-1)
         bounds = batch.get("cu_seqlens")
         if isinstance(bounds, Tensor) and rows == 1 and flat.numel() == bounds.numel() - 1:
             start = self.sp_rank * width + shift
             documents = self._documents(bounds, torch.arange(start, start + width, device=like.device))
-            return self.table.slots_of(flat)[documents][None]
+            return flat[documents][None]
         if flat.numel() in (1, rows):
-            return self.table.slots_of(flat)[:, None].expand(rows, width)
+            return flat[:, None].expand(rows, width)
         fix = "Give one id for each row, document or token."
         got = f"{list(ids.shape)} for {rows} rows of {width} tokens"
         raise BatchContractError(f"batch[{key!r}]", "must have one id per row, document or token", got, fix)
 
-    def _shifted(self, batch: Mapping[str, Any], ids: Tensor, shift: int, width: int) -> Tensor:
-        if not shift or ids.shape[1] > width:
-            return ids[:, shift : shift + width]
-        return torch.cat([ids[:, 1:], self._after(batch, ids)], 1)
+    def _shifted(self, batch: Mapping[str, Any], slots: Tensor, shift: int, width: int) -> Tensor:
+        if not shift or slots.shape[1] > width:
+            return slots[:, shift : shift + width]
+        return torch.cat([slots[:, 1:], self._after(batch, slots)], 1)
 
-    def _after(self, batch: Mapping[str, Any], ids: Tensor) -> Tensor:
-        """Ids [B, 1] of the tokens behind this rank's part; of its last tokens where nothing follows."""
-        last = ids[:, -1:]
+    def _after(self, batch: Mapping[str, Any], slots: Tensor) -> Tensor:
+        """Slots [B, 1] of the tokens behind this rank's part; of its last tokens where nothing follows."""
         keys, bounds = batch.get("document_keys"), batch.get("cu_seqlens")
         if self.sp_rank == self.sp_size - 1 or not isinstance(keys, Tensor) or not isinstance(bounds, Tensor):
-            return last
-        place = torch.full((1, 1), (self.sp_rank + 1) * ids.shape[1], device=ids.device)
-        return _on(keys[:, 0], ids.device).to(ids.dtype)[self._documents(bounds, place)]
+            return slots[:, -1:]
+        place = torch.full((1, 1), (self.sp_rank + 1) * slots.shape[1], device=slots.device)
+        return self.table.slots_of(_on(keys[:, 0], slots.device))[self._documents(bounds, place)]
 
     def _documents(self, bounds: Tensor, places: Tensor) -> Tensor:
         """Numbers of the documents that hold these places of the whole row; the last one behind its end."""

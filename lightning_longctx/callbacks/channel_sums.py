@@ -150,7 +150,7 @@ class ChannelSums:
         self._counts.zero_()
 
     def _places(self, slots: Tensor, is_target: Tensor | None) -> Tensor:
-        rows = slots.reshape(-1).to(torch.int32, copy=True).clamp_(-1, self.slots).add_(_FIRST)
+        rows = slots.reshape(-1).clamp(-1, self.slots).to(torch.int32).add_(_FIRST)
         if is_target is not None:
             rows.mul_(is_target.reshape(-1))  # to the row of what is ignored
         rows.mul_(_LANES)

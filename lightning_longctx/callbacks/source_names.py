@@ -103,12 +103,12 @@ class SourceTable:
         self._lookup: Tensor | None = None
 
     def slots_of(self, ids: Tensor) -> Tensor:
-        """Slots of a tensor of ids, same shape, on its device; -1 (or any value out of range) where unknown."""
+        """Slots of a tensor of ids: int32, same shape, on its device; -1 or ``slots`` where unknown."""
         if self._ids is None or self._ids == list(range(self.slots)):
-            return ids
+            return ids.clamp(-1, self.slots).to(torch.int32)  # clamped first, or an id of 2^32 would become 0
         if self._lookup is None or self._lookup.device != ids.device:
             self._lookup = torch.tensor(self._ids, device=ids.device)
-        at = torch.searchsorted(self._lookup, ids).clamp_(max=self.slots - 1)
+        at = torch.searchsorted(self._lookup, ids.to(self._lookup.dtype), out_int32=True).clamp_(max=self.slots - 1)
         return torch.where(self._lookup[at] == ids, at, -1)
 
     def ids_of_names(self, names: Sequence[str]) -> Tensor:

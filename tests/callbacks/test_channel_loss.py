@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from lightning_longctx.batch import IGNORE_INDEX
 from lightning_longctx.callbacks import ChannelLoss, ChannelOptions, ExactTokenMean, TrainingMetrics
-from lightning_longctx.errors import BatchContractError, ConfigurationError
+from lightning_longctx.errors import ConfigurationError
 from tests.callbacks.channels import BATCHES, NAMES, Doc, channel_rows, expected_metrics, fit, loader, per_source, row
 from tests.callbacks.test_training_metrics import _HostReads, _Manual, _SkipRest
 from tests.callbacks.toy import ToyLM, ToyModel, make_trainer, plain_loop, run_fit
@@ -232,80 +231,9 @@ def test_groups_by_position_in_the_document() -> None:
     assert found["position_loss/coverage"] == 1
 
 
-class _Foreign(ToyLM):
-    """Somebody's module: padded [B, S] batches with labels that are not shifted."""
-
-    def __init__(self, width: int = 0) -> None:
-        super().__init__(lr=0.0)
-        self.width, self.seen_keys = width, []
-
-    def _step(self, batch: Any) -> Any:
-        self.seen_keys.append(sorted(batch))
-        logits = self.model.head(self.model(batch["input_ids"]))[:, :-1]
-        labels = batch["labels"][:, 1:]
-        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        mean = losses.sum() / (labels != IGNORE_INDEX).sum()
-        return {"loss": mean, "per_token_loss": torch.nn.functional.pad(losses, (0, self.width))}
-
-
-def padded(ids: Any, **extra: Any) -> dict[str, Any]:
-    tokens = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(1))
-    labels = tokens.clone()
-    labels[1, 3:] = IGNORE_INDEX
-    labels[2, :2] = IGNORE_INDEX
-    return {"input_ids": tokens, "labels": labels, "dataset_id": ids, **extra}
-
-
-@pytest.mark.parametrize("width", [0, 1], ids=["S-1 losses", "S losses"])
-@pytest.mark.parametrize(
-    "ids",
-    [torch.tensor([1, 0, 1]), torch.tensor([[1], [0], [1]]), [1, 0, 1], ["web", "code", "web"]],
-    ids=["tensor", "column", "list", "names"],
-)
-def test_padded_batches_with_one_id_per_row(ids: Any, width: int) -> None:
-    callback = ChannelLoss(source_key="dataset_id", source_names=["code", "web"])
-    module = _Foreign(width)
-    ((_, found),) = channel_rows(fit(callback, module, [padded(ids)], callbacks=[callback]))
-    assert (found["channel_tokens/code"], found["channel_tokens/web"]) == (2, 5 + 4)
-    assert found["channel_loss/coverage"] == 1
-    assert module.seen_keys == [["input_ids", "labels"]]  # the id never reached the step
-    batch = padded(ids)
-    model = ToyModel()
-    losses = torch.nn.functional.cross_entropy(
-        model.head(model(batch["input_ids"]))[:, :-1].transpose(1, 2), batch["labels"][:, 1:], reduction="none"
-    )
-    assert found["channel_loss/code"] == pytest.approx(losses[1].sum().item() / 2, rel=1e-6)
-    assert found["channel_loss/web"] == pytest.approx(losses[[0, 2]].sum().item() / 9, rel=1e-6)
-
-
-def test_metadata_is_hidden_on_unsampled_steps_too_and_callbacks_see_it() -> None:
-    seen: list[list[str]] = []
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *args: Any) -> None:
-            seen.append(sorted(batch))
-
-    batch = padded([1, 0, 1], url=["a", "b", "c"], name=["x", "y", "x"])
-    options = ChannelOptions(extra_strip_keys=["url"])
-    callback = ChannelLoss(source_name_key="name", every_n_steps=2, options=options)
-    module = _Foreign()
-    validation = loader([batch])
-    fit(callback, module, [batch] * 3, callbacks=[callback, Look()], validation=validation, num_sanity_val_steps=1)
-    assert module.seen_keys == [["input_ids", "labels"]] * 5
-    assert seen == [["dataset_id", "input_ids", "labels", "name", "url"]] * 3
-    assert callback.latest.keys() == {"x", "y"}
-
-
 def test_ids_without_names_are_numbered() -> None:
     rows = channel_rows(fit(ChannelLoss(), batches=BATCHES[:1]))
     assert {"channel_loss/source_0", "channel_loss/source_2"} < rows[0][1].keys()
-
-
-def test_ids_may_be_sparse() -> None:
-    batch = padded(torch.tensor([90210, 7, 90210]))
-    callback = ChannelLoss(source_key="dataset_id", source_names={90210: "web", 7: "code"})
-    fit(callback, _Foreign(), [batch], callbacks=[callback])
-    assert {name: value.targets for name, value in callback.latest.items()} == {"code": 2, "web": 9}
 
 
 def test_unknown_ids_show_in_the_coverage_with_one_warning() -> None:
@@ -316,26 +244,6 @@ def test_unknown_ids_show_in_the_coverage_with_one_warning() -> None:
         counts = {source: count for source, (_, count) in per_source([batch]).items()}
         known = sum(count for source, count in counts.items() if source < 2)
         assert found["channel_loss/coverage"] == pytest.approx(known / sum(counts.values()))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"dataset_id": None}, "must hold source ids"),
-        ({"dataset_id": torch.tensor([1, 2])}, "must have one id per row"),
-        ({"dataset_id": torch.tensor([0.5, 1.0, 2.0])}, "integer source ids"),
-        ({"dataset_id": torch.tensor([1, 5, 0])}, "must give each target a known source"),
-    ],
-    ids=["none", "shape", "floats", "unknown"],
-)
-def test_strict_refuses_what_cannot_be_told(change: Any, words: str) -> None:
-    callback = ChannelLoss(source_key="dataset_id", source_names=["code", "web"], strict=True)
-    with pytest.raises(BatchContractError, match=words):
-        fit(callback, _Foreign(), [padded([0, 1, 0]) | change], callbacks=[callback])
-    loose = ChannelLoss(source_key="dataset_id", source_names=["code", "web"])
-    with pytest.warns(UserWarning, match=words):
-        rows = channel_rows(fit(loose, _Foreign(), [padded([0, 1, 0]) | change], callbacks=[loose]))
-    assert rows[0][1]["channel_loss/coverage"] < 1
 
 
 def test_a_module_that_returns_only_a_loss_is_told_what_to_do() -> None:
@@ -407,47 +315,3 @@ def test_wrong_settings_are_refused_at_once(settings: Any, words: str) -> None:
 
 def test_options_may_be_a_mapping() -> None:
     assert ChannelLoss(options={"log_tokens": False}).options == ChannelOptions(log_tokens=False)
-
-
-def test_a_resumed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    settings: Any = {"source_names": NAMES, "every_n_steps": 4, "average_over": "interval"}
-    batches = [*BATCHES, *BATCHES[:3]]
-    whole = ChannelLoss(**settings)
-    expected = channel_rows(fit(whole, batches=batches))
-    first = ChannelLoss(**settings)
-    trainer = run_fit([ExactTokenMean(), first, _Save(2, tmp_path / "two.ckpt")], ToyLM(lr=0.0), batches, max_steps=3)
-    assert trainer.global_step == 3
-    second = ChannelLoss(**settings)
-    rows = channel_rows(fit(second, batches=batches[2:], ckpt_path=tmp_path / "two.ckpt", max_steps=8))
-    assert rows == [(step, pytest.approx(values, rel=1e-12)) for step, values in expected]
-    assert second.history.steps == whole.history.steps == [4, 8]
-
-
-class _Save(Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path, weights_only=False)
-            state = torch.load(self.path, weights_only=True)["callbacks"]["ChannelLoss"]
-            assert state["steps_since"] == self.step
-            assert state["window"]
-
-
-def test_sources_may_be_added_and_removed_on_resume(tmp_path: Path) -> None:
-    path = tmp_path / "two.ckpt"
-    settings: Any = {"every_n_steps": 4, "average_over": "interval"}
-    first = ChannelLoss(source_names=["my data", "b", "c"], **settings)
-    run_fit([ExactTokenMean(), first, _Save(2, path)], ToyLM(lr=0.0), BATCHES, max_steps=2)
-    batches = [row(7, [Doc(0, 8), Doc(1, 8)]), row(8, [Doc(2, 8)])]
-    # `b` is gone, `c` has another id, and `my_data` is new: it must not take the key of `my data`.
-    second = ChannelLoss(source_names=["c", "my_data", "my data"], **settings)
-    ((_, found),) = channel_rows(fit(second, batches=batches, ckpt_path=path, max_steps=4))
-    before, after = per_source(BATCHES[:2]), per_source(batches)
-    tokens = {key.rpartition("/")[2]: value for key, value in found.items() if "tokens" in key}
-    (new,) = tokens.keys() - {"c", "my_data"}
-    assert new.startswith("my_data-")
-    assert tokens["c"] == before[2][1] + after[0][1]
-    assert tokens["my_data"] == before[0][1] + after[2][1]
-    assert tokens[new] == after[1][1]

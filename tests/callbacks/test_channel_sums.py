@@ -38,6 +38,12 @@ def test_what_is_no_target_may_hold_anything() -> None:
     assert sums.totals().losses.tolist() == [1.0, 0.0, 0.0]
 
 
+def test_slots_beyond_32_bits_are_unknown() -> None:
+    sums = ChannelSums(2, CPU)
+    sums.add(torch.ones(2), torch.tensor([True, True]), torch.tensor([2**32, -(2**32)]))
+    assert sums.totals().counts[Count.TARGETS].tolist() == [0, 0, 2]
+
+
 def test_a_source_that_diverged_does_not_hide_the_others() -> None:
     sums = ChannelSums(2, CPU)
     sums.add(torch.tensor([1.0, float("nan")]), torch.tensor([True, True]), torch.tensor([0, 1]))

@@ -44,7 +44,8 @@ def test_reserved_and_long_names() -> None:
 
 def test_dense_and_sparse_ids() -> None:
     ids = torch.tensor([[0, 2, -1], [1, 7, 90210]])
-    assert SourceTable(["a", "b", "c"]).slots_of(ids) is ids  # what is out of range counts as unknown
+    assert SourceTable(["a", "b", "c"]).slots_of(ids).tolist() == [[0, 2, -1], [1, 3, 3]]  # 3 is out of range
+    assert SourceTable(["a"]).slots_of(torch.tensor([2**32, -(2**32)])).tolist() == [1, -1]
     sparse = SourceTable({90210: "web", 2: "code"})
     assert sparse.slots_of(ids).tolist() == [[-1, 0, -1], [-1, -1, 1]]
     assert sparse.names() == ["code", "web"]
