@@ -10,7 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch, PackedSequence, model_inputs
-from lightning_longctx.callbacks import ExactTokenMean, MoERouterHeatmap, TrainingMetrics, record_router_indices
+from lightning_longctx.callbacks import (
+    ChannelLoss,
+    ExactTokenMean,
+    MoERouterHeatmap,
+    TrainingMetrics,
+    record_router_indices,
+)
 from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.errors import BatchContractError, CheckpointError, ConfigurationError, DataError
 from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
@@ -25,6 +31,7 @@ __all__ = [
     "PAD_SOURCE_ID",
     "BatchContractError",
     "CausalLMModule",
+    "ChannelLoss",
     "CheckpointError",
     "ConfigurationError",
     "DataError",

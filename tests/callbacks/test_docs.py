@@ -1,42 +1,100 @@
-"""The table of logged keys in ``docs/callbacks.md`` against a run that logs all of them."""
+"""The table of logged keys in ``docs/callbacks.md`` against a run that logs all of them, and the docs' examples."""
 
 from __future__ import annotations
 
+import doctest
 import re
+from importlib import import_module
 from pathlib import Path
 
+import pytest
 import torch
 
-from lightning_longctx.callbacks import ExactTokenMean, MoERouterHeatmap, TrainingMetrics
+from lightning_longctx.callbacks import ChannelLoss, ChannelOptions, ExactTokenMean, MoERouterHeatmap, TrainingMetrics
 from lightning_longctx.callbacks.router_metrics import RouterLoad
+from tests.callbacks.channels import BATCHES, NAMES
 from tests.callbacks.toy import ToyLM, loader, make_batch, make_trainer
 
 COUNTERS = "data/<counter>"  # from a data module, which this run has none of: tests/datamodules/test_metrics.py
-PAGE = Path(__file__).parents[2] / "docs" / "callbacks.md"
+DOCS = Path(__file__).parents[2] / "docs"
+KEY = re.compile(r"`([a-z_]+/[^`]+)`")
 
 
-def documented_keys(logged_by: str = "TrainingMetrics") -> set[str]:
-    section = PAGE.read_text().split("## What is logged")[1].split("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if f"`{logged_by}`" in line]
-    return {key for row in rows for key in re.findall(r"`([^`]+)`", row[0])}
+def documented_rows() -> dict[str, set[str]]:
+    """The keys of the table by the class that logs them: the first cell, where it names several too."""
+    section = (DOCS / "callbacks.md").read_text().split("## What is logged")[1].split("\n## ")[0]
+    found: dict[str, set[str]] = {}
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        if line.startswith("| `"):
+            owner = re.findall(r"`(\w+)`", cells[-1])[0]
+            found.setdefault(owner, set()).update(KEY.findall(cells[0]))
+    return found
+
+
+def logged_keys(chosen: list, batches: list) -> set[str]:
+    trainer = make_trainer(chosen)
+    trainer.fit(ToyLM(), loader(batches), [loader(batches), loader(batches)])
+    trainer.test(ToyLM(), [loader(batches), loader(batches)], verbose=False)
+    logged = {key for _, row in trainer.logger.rows for key in row} - {"epoch"}  # Lightning's own
+    return {re.sub(r"_idx_\d+$", "_idx_<i>", key) for key in logged}
 
 
 def test_the_table_lists_what_a_run_logs() -> None:
     batches = [make_batch(seed, 5) for seed in range(2)]
-    trainer = make_trainer([ExactTokenMean(), TrainingMetrics()])
-    trainer.fit(ToyLM(), loader(batches), [loader(batches), loader(batches)])
-    trainer.test(ToyLM(), [loader(batches), loader(batches)], verbose=False)
-    logged = {key for _, row in trainer.logger.rows for key in row} - {"epoch"}  # Lightning's own
-    assert {re.sub(r"_idx_\d+$", "_idx_<i>", key) for key in logged} == documented_keys() - {COUNTERS}
+    logged = logged_keys([ExactTokenMean(), TrainingMetrics()], batches)
+    assert logged == documented_rows()["TrainingMetrics"] - {COUNTERS}
+
+
+def test_the_table_lists_what_channel_loss_logs() -> None:
+    logged = logged_keys([ChannelLoss(source_names=NAMES), ChannelLoss(group_by="position")], BATCHES)
+    words = {key.replace("/dataloader_idx_<i>", "") for key in logged}
+    plain = {key.removeprefix("val_").removeprefix("test_") for key in words}
+    names = {"code": "<source>", "my_prose": "<source>", "web": "<source>", "0-4K": "<range>"}
+    keys = {f"{word}/{names.get(name, name)}" for word, name in (key.split("/") for key in plain)}
+    documented = documented_rows()["ChannelLoss"]
+    assert keys == {key for key in documented if not key.startswith(("val_", "test_"))}
+    for stage in ("val_", "test_"):
+        assert {key.removeprefix(stage) for key in words if key.startswith(stage)} == plain
+        assert f"{stage}channel_loss/<source>" in documented
+
+
+def test_the_page_lists_every_key_and_option() -> None:
+    page = (DOCS / "channel_loss.md").read_text()
+    options = ChannelOptions(counters=["samples", "input_tokens", "label_tokens"])
+    logged = logged_keys([ChannelLoss(source_names=NAMES, options=options)], BATCHES)
+    for key in logged:
+        if key.startswith("channel_"):
+            assert f"`{re.sub('/(code|web|my_prose)', '/<source>', key)}`" in page
+    for name in (*vars(ChannelLoss()), *vars(options)):
+        if not name.startswith("_"):
+            assert f"`{name}`" in page or f"callback.{name}`" in page, name
 
 
 def test_the_class_docstring_lists_the_same_keys() -> None:
     listed = set(re.findall(r"``((?:train|data|val|test)/[^`]+)``", TrainingMetrics.__doc__ or ""))
-    assert listed == documented_keys() - {"test/loss/dataloader_idx_<i>"}  # said once, for validation
+    expected = documented_rows()["TrainingMetrics"] - {"test/loss/dataloader_idx_<i>"}  # said once, for validation
+    assert listed == expected
+    listed = set(re.findall(r"``(channel_[a-z_]+/[^`]+)``", ChannelLoss.__doc__ or ""))
+    assert listed == {key for key in documented_rows()["ChannelLoss"] if key.startswith("channel_")}
 
 
 def test_the_table_lists_what_the_router_heatmap_logs() -> None:
     load = RouterLoad(1, 2, ("a",), ("layer_00",), (torch.tensor([3, 1]),), padding=1, dropped=0)
     logged = {key.removesuffix("_mean") for key in load.metrics(full=False)}
-    assert logged == documented_keys("MoERouterHeatmap")
+    assert logged == documented_rows()["MoERouterHeatmap"]
     assert logged == set(re.findall(r"^    ``(moe/\w+)``", MoERouterHeatmap.__doc__ or "", flags=re.MULTILINE))
+
+
+def test_the_worked_example_is_right() -> None:
+    found = doctest.testfile(str(DOCS / "channel_loss.md"), module_relative=False)
+    assert found.attempted >= 12
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (DOCS.parent / "lightning_longctx/callbacks").glob("*.py"))
+)
+def test_examples_in_docstrings_are_right(name: str) -> None:
+    module = import_module(f"lightning_longctx.callbacks.{name}".removesuffix(".__init__"))
+    assert doctest.testmod(module).failed == 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_longctx import DynamicBatchingDataModule, LongContextFSDPStrategy, TrainingMetrics
+from lightning_longctx.callbacks import ChannelLoss, ChannelOptions
 from lightning_longctx.cli import build_from_config, load_config
 from lightning_longctx.errors import ConfigurationError
 from tests.cli import toys
@@ -84,3 +85,21 @@ def test_nothing_of_the_command_line_of_the_caller_is_read(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["longctx", "probe", "--config=other.yaml"])
     assert build_from_config(config, "data").max_seq_len == 4096
+
+
+def test_yaml_fills_channel_loss() -> None:
+    settings = {
+        "source_names": {7: "web", 90210: "code"},
+        "every_n_steps": 5,
+        "average_over": "interval",
+        "prefix": "rare",
+        "options": {"counters": ["samples"], "plot": False},
+    }
+    callbacks = ["ChannelLoss", {"class_path": "lightning_longctx.ChannelLoss", "init_args": settings}]
+    trainer = {"accelerator": "cpu", "devices": 1, "logger": False, "callbacks": callbacks}
+    config = {"trainer": trainer, "model": {"config": "tiny-llama"}, "data": {"sources": {"a": "python-stdlib"}}}
+    plain, filled = [one for one in build_from_config(config, "trainer").callbacks if isinstance(one, ChannelLoss)]
+    assert plain.options == ChannelOptions()
+    assert filled.source_names == {7: "web", 90210: "code"}
+    assert filled.options == ChannelOptions(counters=["samples"], plot=False)
+    assert (filled.every_n_steps, filled.average_over) == (5, "interval")

@@ -96,7 +96,13 @@ def unexplained(cls: type) -> list[str]:
 
 
 def test_plugins_are_found() -> None:
-    expected = {"DynamicBatchingDataModule", "ExactTokenMean", "LongContextFSDPStrategy", "TrainingMetrics"}
+    expected = {
+        "ChannelLoss",
+        "DynamicBatchingDataModule",
+        "ExactTokenMean",
+        "LongContextFSDPStrategy",
+        "TrainingMetrics",
+    }
     assert expected <= PLUGINS.keys()
 
 
