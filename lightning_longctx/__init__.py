@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch, PackedSequence, model_inputs
-from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics
+from lightning_longctx.callbacks import ExactTokenMean, MaxTokens, RunGuard, TrainingMetrics
 from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.errors import BatchContractError, CheckpointError, ConfigurationError, DataError
 from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
@@ -31,8 +31,10 @@ __all__ = [
     "DynamicBatchingDataModule",
     "ExactTokenMean",
     "LongContextFSDPStrategy",
+    "MaxTokens",
     "PackedBatch",
     "PackedSequence",
+    "RunGuard",
     "TokenLoss",
     "Topology",
     "TrainingMetrics",

@@ -355,6 +355,18 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         # One candidate is enough here: order matters more than fill, and no batch waits for a pool.
         return EvaluationLoader(RowPlan(settings, FixedBufferPolicy(size=1), self._topology, "pad"))
 
+    def describe_document(self, source_id: int, number: int) -> str:
+        """Where a training document came from: its source, and file and line where the source knows them.
+
+        Args:
+            source_id: as in ``document_keys`` and ``source_ids``.
+            number: of the document in its source.
+        """
+        sources = self._assembly.sources
+        if not 0 <= source_id < len(sources):
+            return f"source {source_id}, document {number}"
+        return f"{sources[source_id].describe(number)} ({self.source_names[source_id]})"
+
     def global_counters(self) -> dict[str, int]:
         """:attr:`counters` summed over all ranks: one reduction, which every rank must take part in."""
         values = torch.tensor(list(self.counters.values()), dtype=torch.int64)

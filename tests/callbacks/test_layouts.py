@@ -9,7 +9,15 @@ from tests.callbacks.toy import make_trainer
 from tests.helpers.pool import run_ranks
 from tests.strategies.own_model import OwnModule
 
-KEYS = ("train/loss", "train/grad_norm", "train/lr", "train/target_tokens", "data/source_fill", "val/loss")
+KEYS = (
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/target_tokens",
+    "train/source_tokens",
+    "data/source_fill",
+    "val/loss",
+)
 
 
 def _logged(world: int, sp: int, accumulate: int) -> dict[str, list[float]]:
