@@ -19,7 +19,7 @@ from lightning_longctx.datamodules.choosing import resolve_policy
 from lightning_longctx.datamodules.files import open_sources
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
-from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, summarize
+from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, step_line, summarize
 from lightning_longctx.datamodules.policies import BufferPolicy, DocumentCountPolicy, FixedBufferPolicy, PackingFacts
 from lightning_longctx.datamodules.row_state import COUNTERS, RowState
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings
@@ -28,6 +28,7 @@ from lightning_longctx.datamodules.sizes import (
     accumulation,
     check_budget,
     check_micro_batch_size,
+    check_one_accumulation,
     check_warmup,
 )
 from lightning_longctx.datamodules.sources import SourceSettings
@@ -130,6 +131,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._loader: TrainingLoader | None = None
         self._to_restore: Mapping[str, Any] | None = None
         self._to_announce = False
+        self._accumulation_before: int | None = None  # the Trainer's own, while `global_batch_tokens` replaces it
         self._limit_val_batches: int | float | None = None  # the Trainer's own, while a fit does not validate
         self.check()
 
@@ -170,7 +172,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
 
     def _announce(self) -> None:
         self._to_announce = True
-        rank_zero_info(start_line(self.max_tokens_per_batch, self._topology.dp_size, self._policy, self.counters))
+        topology = self._topology
+        rank_zero_info(step_line(self.max_tokens_per_batch, topology.dp_size, topology.sp_size, self._accumulate()))
+        rank_zero_info(start_line(self.max_tokens_per_batch, topology.dp_size, self._policy, self.counters))
         if (warning := cold_start_warning(self.max_seq_len, self._policy)) is not None:
             rank_zero_warn(warning, category=UserWarning)
 
@@ -203,9 +207,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         steps, trainer = self._accumulation(dp_size), self.trainer
         if steps is None or trainer is None:
             return
-        if trainer.accumulate_grad_batches not in (1, steps):
-            got = f"{trainer.accumulate_grad_batches} where data.global_batch_tokens gives {steps}"
-            raise ConfigurationError("trainer.accumulate_grad_batches", "must not be set twice", got, "Leave one out.")
+        check_one_accumulation(steps, trainer.accumulate_grad_batches, trainer.callbacks)  # type: ignore[attr-defined]
+        if self._accumulation_before is None:  # a fit that was interrupted has not put it back
+            self._accumulation_before = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = steps
 
     def _prepare_ledger(self) -> ConsumptionLedger:
@@ -288,6 +292,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         if stage == TrainerFn.FITTING and self._ledger is not None:
             rank_zero_info(summarize(self.global_counters()))
         self._allow_validation(True)
+        if self._accumulation_before is not None and self.trainer is not None:
+            self.trainer.accumulate_grad_batches = self._accumulation_before  # the next fit may bring other data
+            self._accumulation_before = None
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
