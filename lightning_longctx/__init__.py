@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch, PackedSequence, model_inputs
 from lightning_longctx.callbacks import ExactTokenMean, MaxTokens, RunGuard, TrainingMetrics
 from lightning_longctx.datamodules import DynamicBatchingDataModule
-from lightning_longctx.errors import BatchContractError, CheckpointError, ConfigurationError, DataError
+from lightning_longctx.errors import (
+    BatchContractError,
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    DivergenceError,
+)
 from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
 from lightning_longctx.strategies import LongContextFSDPStrategy, ulysses_attention
 from lightning_longctx.topology import Topology, topology_of
@@ -28,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DataError",
+    "DivergenceError",
     "DynamicBatchingDataModule",
     "ExactTokenMean",
     "LongContextFSDPStrategy",

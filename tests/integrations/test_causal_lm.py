@@ -12,9 +12,11 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lightning_longctx.callbacks import MaxTokens
+from lightning_longctx.callbacks.flops import model_flops
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import CausalLMModule, OptimizerSettings, ScheduleSettings
 from tests.integrations.rows import make_documents, pack
@@ -305,3 +307,30 @@ def test_tokenizer_without_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigurationError, match="must load"):
         module.load_tokenizer()
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
+def test_operations_are_those_that_a_step_runs(preset: str) -> None:
+    module = CausalLMModule(config=preset)
+    module.configure_model()
+    row = pack(make_documents(64, vocabulary=256, seed=0))
+    with FlopCounterMode(display=False) as counter:
+        module.training_step(row, 0)["loss"].backward()
+    flops = model_flops(module)
+    assert flops is not None
+    # The counter sees neither attention on the host nor the head's weight gradient, which is added in place.
+    head = 2 * 64 * module.config.vocab_size * module.config.hidden_size
+    assert flops.of(tokens=64, squares=0) == counter.get_total_flops() + head
+    width = module.config.num_hidden_layers * module.config.num_attention_heads * module.config.head_dim
+    assert flops.per_squared_length == 6 * width
+
+
+def test_operations_of_experts_are_those_that_a_token_takes() -> None:
+    module = CausalLMModule(config="tiny-qwen3-moe")
+    module.configure_model()
+    flops = model_flops(module)
+    assert flops is not None
+    sizes = {name: p.numel() for name, p in module.named_parameters() if p.dim() > 1 and "embed_tokens" not in name}
+    experts = sum(size for name, size in sizes.items() if "experts" in name)
+    assert experts > 0
+    assert flops.per_token == 6 * (sum(sizes.values()) - experts * 6 / 8)  # two of eight are taken
