@@ -50,8 +50,9 @@ def model_flops(module: nn.Module) -> ModelFlops | None:
         module: all of its matrices are taken to be used once for each token, except lookup tables (``nn.Embedding``
             that shares its weight with no other layer) and the routed experts that a token does not take: parameters
             below a name ``experts``, scaled by experts a token / experts. The size of attention is that of the first
-            ``config`` found (layers x query heads x head dimension, as Hugging Face names them), or the module's own
-            ``attention_width``, an int: the sum over its layers of heads x head dimension.
+            ``config`` found (layers x query heads x head dimension, as Hugging Face names them, all of them full causal
+            attention), or the module's own ``attention_width``, an int: the sum over its layers of heads x head
+            dimension.
 
     Returns:
         None where nothing tells the size of attention, without which numbers at long context would be wrong.
@@ -90,7 +91,10 @@ def _attention_width(config: Any) -> int | None:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return None
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    latent = [getattr(config, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    # Latent attention has queries and keys that are wider than values; elsewhere all have one width.
+    plain = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dim = sum(latent) / 2 if all(latent) else plain
     return int(config.num_hidden_layers * heads * dim)
 
 

@@ -24,7 +24,7 @@ class Trouble:
 
     Attributes:
         step: its number.
-        place: among the steps that were added since the last look.
+        place: among the steps that were added since the last look, from their end: -1 is the last.
         loss: its token mean.
         usual: the median of the steps before it.
     """
@@ -80,7 +80,7 @@ class LossHistory:
             return None
         values = torch.stack([value for _, value in self._new]).tolist()
         found: list[Trouble] = []
-        for place, ((step, _), (loss, counted)) in enumerate(zip(self._new, values, strict=True)):
+        for place, ((step, _), (loss, counted)) in enumerate(zip(self._new, values, strict=True), -len(values)):
             if not counted:  # a step without targets
                 continue
             usual = median(self._known) if self._known else math.nan

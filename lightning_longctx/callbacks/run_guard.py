@@ -35,6 +35,8 @@ HANG_EXIT_CODE = 75
 
 # Between two checks where the trainer never logs.
 _CHECK_EVERY = 50
+# Losses of documents are kept for so many steps between two checks: 32 KiB for a micro-batch of 4,096 documents.
+_STEPS_KEPT = 200
 
 
 class RunGuard(Callback):
@@ -98,7 +100,7 @@ class RunGuard(Callback):
         self._trainer: Trainer | None = None
         self._keys: Tensor | None = None
         self._rows: list[RowLosses] = []
-        self._steps: deque[list[RowLosses]] = deque()
+        self._steps: deque[list[RowLosses]] = deque(maxlen=_STEPS_KEPT)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -197,12 +199,14 @@ class RunGuard(Callback):
     # -- losses ------------------------------------------------------------------------------------------------------
 
     def _look(self, trainer: Trainer) -> None:
-        steps, self._steps = list(self._steps), deque()
+        steps = list(self._steps)
+        self._steps.clear()
         trouble = self._losses.look()
         if trouble is None:
             return
         # The losses were reduced, so every rank comes here together.
-        worst = worst_documents(steps[trouble.place], self._topology, self._documents)
+        rows = steps[trouble.place] if -trouble.place <= len(steps) else []
+        worst = worst_documents(rows, self._topology, self._documents)
         text = f"RunGuard: the loss of step {trouble.step:,} {trouble}. {self._named(worst)}"
         if self._topology.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)

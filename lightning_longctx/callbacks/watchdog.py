@@ -48,7 +48,7 @@ class Watchdog:
         self._alarm = alarm
         self._intervals: deque[float] = deque(maxlen=_BEATS_KEPT)
         self._mark = time.monotonic()
-        self._stopped = threading.Event()
+        self._stopped: threading.Event | None = None  # made for each thread: an event cannot go to another process
         self._thread: threading.Thread | None = None
 
     @property
@@ -79,10 +79,11 @@ class Watchdog:
 
     def stop(self) -> None:
         """End the thread."""
-        self._stopped.set()
+        if self._stopped is not None:
+            self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._thread = None
+        self._thread = self._stopped = None
 
     def _watch(self, stopped: threading.Event) -> None:
         while not stopped.wait(min(_LONGEST_POLL, (self.limit or self._least) / _POLLS)):

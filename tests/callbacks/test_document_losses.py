@@ -76,7 +76,7 @@ def test_the_highest_spike_of_a_look_is_told() -> None:
     history = _history([3.0] * 25 + [4.6, 5.0, 4.7, 3.0])
     trouble = history.look()
     assert trouble is not None
-    assert (trouble.step, trouble.place, trouble.loss, trouble.usual) == (27, 26, 5.0, 3.0)
+    assert (trouble.step, trouble.place, trouble.loss, trouble.usual) == (27, -3, 5.0, 3.0)
     assert str(trouble) == "is 5, where 3 is usual"
     assert history.look() is None
     history.add(30, _sums(4.4))

@@ -98,3 +98,11 @@ def test_only_the_experts_that_a_token_takes_count(names: dict[str, int], share:
 
 def test_without_the_size_of_attention_nothing_is_claimed() -> None:
     assert model_flops(nn.Linear(3, 4)) is None
+
+
+def test_latent_attention_has_keys_and_values_of_two_widths() -> None:
+    module = _Experts(qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=8)
+    flops = model_flops(module)
+    assert flops is not None
+    # Scores take 16 products an entry and the sum over values 8: on average 12, for 4 heads in 2 layers.
+    assert flops.per_squared_length == 6 * 2 * 4 * 12

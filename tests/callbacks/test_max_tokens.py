@@ -155,9 +155,10 @@ def test_the_count_is_read_only_where_the_end_may_be_near() -> None:
 
 
 def test_rows_that_grow_with_a_warm_up_do_not_pass_the_limit_unseen() -> None:
-    # The budget tells what is to come while the first rows are small.
-    small = [make_batch(seed, 1, padding=9) for seed in range(20)]
-    limit = MaxTokens(source=20 * 7 + 3 * SOURCE)
+    # The budget tells what is to come while the first rows are small: one source token each.
+    first = torch.full((1, TOKENS), -1).index_fill(1, torch.tensor([0]), 0)
+    small = [{**make_batch(seed, 1), "source_ids": first} for seed in range(20)]
+    limit = MaxTokens(source=20 + 3 * SOURCE)
     assert run_fit([limit], ToyLM(), [*small, *BATCHES]).global_step == 23
 
 

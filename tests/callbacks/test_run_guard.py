@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from lightning_longctx import LongContextFSDPStrategy
-from lightning_longctx.callbacks import ExactTokenMean, RunGuard, TrainingMetrics
+from lightning_longctx.callbacks import ExactTokenMean, MaxTokens, RunGuard, TrainingMetrics
 from lightning_longctx.callbacks.run_guard import HANG_EXIT_CODE
 from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.errors import ConfigurationError, DivergenceError
@@ -83,6 +84,18 @@ def test_documents_of_each_micro_batch_of_the_step_are_looked_at(tmp_path: Path)
     guard = RunGuard(dirpath=str(tmp_path), documents=1)
     with pytest.raises(DivergenceError, match=r"step 4.*document 15 \(nan"):
         fit(guard, _Spoiled(7, math.nan), batches, accumulate_grad_batches=2)
+
+
+def test_losses_of_many_steps_between_two_checks_are_not_all_kept(tmp_path: Path) -> None:
+    guard = RunGuard(dirpath=str(tmp_path))
+    with pytest.raises(DivergenceError, match="nan in step 13.*Its documents are not known"):
+        fit(guard, _Spoiled(12, math.nan), BATCHES * 8, log_every_n_steps=1000)
+
+
+def test_callbacks_go_to_other_processes() -> None:
+    for callback in (RunGuard(), TrainingMetrics(), MaxTokens(target=5)):
+        trainer = run_fit([callback], ToyLM(), BATCHES[:2])
+        assert pickle.loads(pickle.dumps(callback)).state_dict() == trainer.callbacks[0].state_dict()
 
 
 class _Bare(ToyLM):
@@ -160,7 +173,7 @@ class _Saving(TrainingMetrics):
 
 
 def _hang(folder: str, end: bool) -> None:
-    guard = RunGuard(dirpath=folder, hang_least_s=1.0, end_on_hang=end)
+    guard = RunGuard(dirpath=folder, hang_least_s=3.0, end_on_hang=end)
     strategy = LongContextFSDPStrategy(sequence_parallel_size=2)
     trainer = make_trainer([guard, _Saving()], devices=2, strategy=strategy, limit_val_batches=0)
     trainer.fit(_Hangs(rows=40))
