@@ -13,12 +13,20 @@ from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch, Pa
 from lightning_longctx.callbacks import (
     ChannelLoss,
     ExactTokenMean,
+    MaxTokens,
     MoERouterHeatmap,
+    RunGuard,
     TrainingMetrics,
     record_router_indices,
 )
 from lightning_longctx.datamodules import DynamicBatchingDataModule
-from lightning_longctx.errors import BatchContractError, CheckpointError, ConfigurationError, DataError
+from lightning_longctx.errors import (
+    BatchContractError,
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    DivergenceError,
+)
 from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
 from lightning_longctx.strategies import LongContextFSDPStrategy, ulysses_attention
 from lightning_longctx.topology import Topology, topology_of
@@ -35,12 +43,15 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DataError",
+    "DivergenceError",
     "DynamicBatchingDataModule",
     "ExactTokenMean",
     "LongContextFSDPStrategy",
+    "MaxTokens",
     "MoERouterHeatmap",
     "PackedBatch",
     "PackedSequence",
+    "RunGuard",
     "TokenLoss",
     "Topology",
     "TrainingMetrics",

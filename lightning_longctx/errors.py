@@ -6,7 +6,7 @@ One shape for every message makes a failed launch readable without the source. T
 
 from __future__ import annotations
 
-__all__ = ["BatchContractError", "CheckpointError", "ConfigurationError", "DataError", "FieldError"]
+__all__ = ["BatchContractError", "CheckpointError", "ConfigurationError", "DataError", "DivergenceError", "FieldError"]
 
 
 class FieldError(ValueError):
@@ -48,3 +48,7 @@ class DataError(FieldError):
 
 class CheckpointError(FieldError):
     """A checkpoint that cannot be written, found or read as asked."""
+
+
+class DivergenceError(FieldError):
+    """A run whose loss is no longer a number. ``fix`` names the documents of the step, where they are known."""

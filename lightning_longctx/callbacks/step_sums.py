@@ -15,7 +15,15 @@ from torch import Tensor
 
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID
 
-__all__ = ["Field", "StepSums", "count_source_tokens", "count_step_targets", "mean_loss", "wide_dtype"]
+__all__ = [
+    "Field",
+    "StepSums",
+    "count_source_tokens",
+    "count_step_targets",
+    "mean_loss",
+    "squared_lengths",
+    "wide_dtype",
+]
 
 
 class Field(IntEnum):
@@ -25,11 +33,12 @@ class Field(IntEnum):
     TARGETS = 1  # positions with a target
     TOKENS = 2  # source tokens: what is not padding
     BUDGET = 3  # `loss_divisor`, once per rank and micro-batch
-    MEANS = 4  # of `loss`, of micro-batches without `per_token_loss`
-    MEANS_COUNT = 5  # how many of those there were
+    SQUARES = 4  # of document lengths, of the whole row, once per rank and micro-batch
+    MEANS = 5  # of `loss`, of micro-batches without `per_token_loss`
+    MEANS_COUNT = 6  # how many of those there were
     # From here on sums over all ranks, also over those that hold the same tokens.
-    GRADIENT_SQUARES = 6  # this rank's share of the squared gradient norm
-    SECONDS = 7  # wall time
+    GRADIENT_SQUARES = 7  # this rank's share of the squared gradient norm
+    SECONDS = 8  # wall time
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -66,6 +75,32 @@ def count_source_tokens(batch: Any) -> Tensor | int | None:
         return (mask != 0).sum()
     if isinstance(tokens := batch.get("input_ids"), Tensor):
         return tokens.numel()
+    return None
+
+
+def squared_lengths(batch: Any, dtype: torch.dtype) -> Tensor | float | None:
+    """Sum of the squared document lengths of the whole row, padding left out: what causal attention costs.
+
+    Rows of an ordinary batch ``[B, S]`` count as documents of S tokens.
+
+    Args:
+        batch: this rank's part of a batch; its ``cu_seqlens`` are the whole row's, its ``document_keys`` on the host.
+        dtype: of the sum, wide enough for squares: :func:`wide_dtype`.
+
+    Returns:
+        0-d on the device, a number that shapes alone give, or None without tokens.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    bounds, keys = batch.get("cu_seqlens"), batch.get("document_keys")
+    if isinstance(bounds, Tensor):
+        lengths = bounds.diff().to(dtype)
+        if isinstance(keys, Tensor) and keys.device.type == "cpu":
+            lengths = lengths[: int((keys[:, 0] != PAD_SOURCE_ID).sum())]  # padding comes last
+        return lengths.square().sum()
+    tokens = batch.get("input_ids")
+    if isinstance(tokens, Tensor) and tokens.dim() == 2:
+        return float(tokens.shape[0] * tokens.shape[1] ** 2)
     return None
 
 
@@ -108,6 +143,8 @@ class StepSums:
             values[Field.TOKENS] += tokens
         if isinstance(batch, Mapping) and isinstance(divisor := batch.get("loss_divisor"), int):
             values[Field.BUDGET] += divisor
+        if (squares := squared_lengths(batch, values.dtype)) is not None:
+            values[Field.SQUARES] += squares
         outputs = output if isinstance(output, Mapping) else {"loss": output}
         targets = count_step_targets(batch)
         if targets is not None:

@@ -7,18 +7,22 @@ of targets, and its throughput monitor assumes a constant batch size. Here every
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_longctx.callbacks.flops import model_flops
 from lightning_longctx.callbacks.gradient_norm import gradient_squares
+from lightning_longctx.callbacks.run_metrics import data_metrics, slowest_rank_metrics
+from lightning_longctx.callbacks.speed import Pace, Speed, device_peak
 from lightning_longctx.callbacks.step_sums import Field, StepSums, mean_loss
+from lightning_longctx.callbacks.step_tally import TallyMember, tally_of
+from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
 
 __all__ = ["TrainingMetrics"]
@@ -29,153 +33,160 @@ _IN_PROGRESS_BAR = frozenset({"train/loss", "train/tokens_per_s", "data/source_f
 class TrainingMetrics(Callback):
     """Log losses as exact token means over all ranks, and the progress of a run.
 
-    ============================ ============================================================== =====================
-    key                          value                                                          over
-    ============================ ============================================================== =====================
-    ``train/loss``               sum of token losses / number of targets, all ranks             the logged step
-    ``train/grad_norm``          2-norm after the scaling to the token mean, before clipping    the logged step
-    ``train/lr``                 learning rate of the optimizer's first parameter group         the logged step
-    ``train/target_tokens``      targets trained on so far, all ranks; goes on after a resume   the run
-    ``train/tokens_per_s``       source tokens of all ranks per second of training              since the last log
-    ``data/source_fill``         source tokens / token budget of the micro-batches, all ranks   since the last log
-    ``data/<counter>``           what the data module counts: documents, drops, cuts, padding   the run
-    ``val/loss``, ``test/loss``  token mean over all ranks and loaders                          the whole loop
-    ============================ ============================================================== =====================
+    ================================ ========================================================== =====================
+    key                              value                                                      over
+    ================================ ========================================================== =====================
+    ``train/loss``                   sum of token losses / number of targets, all ranks         the logged step
+    ``train/grad_norm``              2-norm of the token mean's gradients, before clipping      the logged step
+    ``train/lr``                     learning rate of the optimizer's first parameter group     the logged step
+    ``train/target_tokens``          targets trained on so far, all ranks                       the run, all resumes
+    ``train/source_tokens``          source tokens trained on so far, all ranks                 the run, all resumes
+    ``train/tokens_per_s``           source tokens of all ranks per second of training          since the last log
+    ``train/tokens_per_s_per_device`` the same, divided by the number of devices                since the last log
+    ``train/tflops_per_device``      10^12 operations of the model per second and device        since the last log
+    ``train/mfu``                    those operations / the device's peak                       since the last log
+    ``train/memory_peak_gib``        most device memory in use, the rank with most              the run
+    ``data/source_fill``             source tokens / token budget of the micro-batches          since the last log
+    ``data/<counter>``               what the data module counts: documents, drops, cuts        the run
+    ``data/mix/<source>``            share of a source in the tokens packed so far              the run
+    ``data/wait_s_p50``              median wait for a micro-batch, the slowest rank            since the last log
+    ``data/wait_s_p99``              99th percentile of the same                                since the last log
+    ``val/loss``, ``test/loss``      token mean over all ranks and loaders                      the whole loop
+    ================================ ========================================================== =====================
 
     With several validation loaders ``val/loss`` is the token mean over all of them and each has
     ``val/loss/dataloader_idx_<i>`` besides. Source tokens are those that are not padding. Waiting for data and writing
     checkpoints count as training time, validation does not. Batches of the sanity check never count.
 
-    A step is the optimizer's: at each one there is a single all-reduce of a fixed-shape tensor, and the numbers are
-    read on the host only every ``Trainer(log_every_n_steps=...)`` steps. A step that returns no ``per_token_loss`` is
-    answered with one warning, and its loss is the mean over micro-batches and ranks. Keys whose numbers a run cannot
-    give are left out: no fill without ``loss_divisor``, no gradient norm where the strategy keeps gradients in a form
-    of its own (FSDP 1, DeepSpeed). A callback that sets ``trainer.should_stop`` at the end of a batch belongs before
-    this one in ``callbacks:``, else Lightning writes the row of the last step with the numbers of the last logged one.
+    A step is the optimizer's: at each one there is a single all-reduce of a fixed-shape tensor, shared with the other
+    callbacks of this package, and the numbers are read on the host only every ``Trainer(log_every_n_steps=...)`` steps.
+    A step that returns no ``per_token_loss`` is answered with one warning, and its loss is the mean over micro-batches
+    and ranks. Keys whose numbers a run cannot give are left out: no fill without ``loss_divisor``, no gradient norm
+    where the strategy keeps gradients in a form of its own (FSDP 1, DeepSpeed), no operations where nothing tells the
+    size of attention (:func:`~lightning_longctx.callbacks.flops.model_flops`), no utilization on a device without a
+    known peak, no memory on the CPU. Once, after ten steps, a line tells tokens per second and per day.
+
+    Args:
+        device_peak_tflops: peak of a device in 10^12 operations per second, dense, at the run's precision. Default
+            None: from a table of data sheets (``callbacks/device_peaks.py``).
+
+    Raises:
+        ConfigurationError: a peak that is not positive.
 
     Example:
         >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[TrainingMetrics()], accelerator="cpu", logger=False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_peak_tflops: float | None = None) -> None:
         super().__init__()
+        if device_peak_tflops is not None and not device_peak_tflops > 0:
+            fix = "Write the dense peak of one device, such as 989.4, or leave it out."
+            got = device_peak_tflops
+            raise ConfigurationError("callbacks.TrainingMetrics.device_peak_tflops", "must be positive", got, fix)
+        self._peak = device_peak_tflops
         self._topology = Topology()
-        self._clock = _Clock()
-        self._step: StepSums | None = None
+        self._tokens = TallyMember()
         self._since_log: Tensor | None = None
-        self._targets_read = 0
-        self._targets_since: Tensor | None = None
+        self._pace: Pace | None = None
+        self._speed: Speed | None = None
         self._learning_rate: float | Tensor | None = None
         self._has_gradient_norm = False
-        self._last_step = 0
         self._evaluated: dict[int, StepSums] = {}
         self._warned = False
 
     @property
     def target_tokens(self) -> int:
         """Targets trained on so far, over all ranks and resumes. Waits for the device if a step is under way."""
-        return self._targets_read + (0 if self._targets_since is None else round(self._targets_since.item()))
+        return self._tokens.seen.target_tokens
+
+    @property
+    def source_tokens(self) -> int:
+        """Source tokens trained on so far, over all ranks and resumes. Waits for the device too."""
+        return self._tokens.seen.source_tokens
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask who holds which tokens, at a point that every rank reaches."""
         self._topology = topology_of(trainer)
 
     def state_dict(self) -> dict[str, int]:
-        """Return ``{"target_tokens": int}``: equal on every rank and in every layout, without a collective."""
-        return {"target_tokens": self.target_tokens}
+        """Return source and target tokens: equal on every rank and in every layout, without a collective."""
+        return self._tokens.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting where the checkpoint stopped."""
-        self._targets_read = int(state_dict["target_tokens"])
-        self._targets_since = None
+        self._tokens.load_state_dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        device = trainer.strategy.root_device
-        self._step = StepSums(device)
-        self._since_log = torch.zeros_like(self._step.values)
-        self._targets_read, self._targets_since = self.target_tokens, torch.zeros_like(self._step.values[0])
-        self._last_step = trainer.global_step
+        self._since_log = torch.zeros_like(self._tokens.begin(trainer).values)
+        self._pace = Pace()
+        peak = self._peak or device_peak(trainer.strategy.root_device, str(trainer.precision))
+        self._speed = Speed(self._topology, model_flops(pl_module), peak)
         self._learning_rate, self._has_gradient_norm = None, False
-        self._clock.start()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the count of this fit."""
+        self._tokens.end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep the count of this fit."""
+        self._tokens.abort()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget micro-batches that no step followed: Lightning has dropped their gradients."""
-        if self._step is not None and pl_module.automatic_optimization:
-            self._step.values.zero_()
+        if self._tokens.tally is not None and pl_module.automatic_optimization:
+            self._tokens.tally.forget_unfinished_step()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take the gradient norm (after the scaling to the token mean, before clipping) and the learning rate."""
-        assert self._step is not None
+        assert self._tokens.tally is not None
         rate = optimizer.param_groups[0]["lr"]
         self._learning_rate = rate.clone() if isinstance(rate, Tensor) else rate
         if _shows_gradients(trainer.strategy):
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            gradient_squares(parameters, self._topology.world_size, self._step.values[Field.GRADIENT_SQUARES])
+            gradient_squares(parameters, self._topology.world_size, self._tokens.tally.values[Field.GRADIENT_SQUARES])
             self._has_gradient_norm = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add a micro-batch; at the end of a step reduce, and log if it is due."""
-        assert self._step is not None
-        accumulate = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-        exact = self._step.add(outputs, batch, accumulate)
-        if not exact and not getattr(trainer.strategy, "applies_token_mean", False):
+        """Add a micro-batch; at the end of a step log if it is due."""
+        tally = self._tokens.tally
+        assert tally is not None
+        tally.advance(trainer, outputs, batch)
+        if not tally.exact and not getattr(trainer.strategy, "applies_token_mean", False):
             self._warn_of_means("training_step", "train/loss")
-        previous, self._last_step = self._last_step, trainer.global_step
-        if self._last_step != previous:
-            self._end_step(trainer, pl_module, previous)
-
-    def _end_step(self, trainer: Trainer, pl_module: LightningModule, previous_step: int) -> None:
-        assert self._step is not None
+        step = tally.finished
+        if step is None:
+            return
         assert self._since_log is not None
-        assert self._targets_since is not None
-        values = self._step.values
-        values[Field.SECONDS] = self._clock.lap()
-        self._reduce_step(values)
-        self._since_log += values
-        self._targets_since += values[Field.TARGETS]
+        assert self._pace is not None
+        self._since_log += step
+        if (sums := self._pace.after(step)) is not None:
+            assert self._speed is not None
+            rank_zero_info(self._speed.line(sums))
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # a connector sets it, out of mypy's sight
-        if every > 0 and (trainer.global_step // every > previous_step // every or trainer.should_stop):
-            self._log_step(trainer, pl_module, values.tolist())
-        values.zero_()
-
-    def _reduce_step(self, values: Tensor) -> None:
-        topology = self._topology
-        if topology.token_group is not None:
-            dist.all_reduce(values, group=topology.token_group)
-        token_ranks = topology.dp_size * topology.sp_size
-        if topology.world_size > token_ranks:
-            # Tensor parallelism: ranks outside the token group hold other shards of the gradients, or copies of them,
-            # and have clocks of their own. Each sum over a token group is met once for each of its ranks.
-            of_all_ranks = values[Field.GRADIENT_SQUARES :]
-            dist.all_reduce(of_all_ranks, group=dist.group.WORLD)
-            of_all_ranks /= token_ranks
+        if every > 0 and (trainer.global_step // every > tally.previous_step // every or trainer.should_stop):
+            self._log_step(trainer, pl_module, step.tolist())
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule, step: list[float]) -> None:
         assert self._since_log is not None
-        assert self._targets_since is not None
+        assert self._speed is not None
         since = self._since_log.tolist()
-        self._targets_read, _ = self.target_tokens, self._targets_since.zero_()
+        self._since_log.zero_()
         metrics = {"train/loss": mean_loss(step)}
         if self._has_gradient_norm:
             metrics["train/grad_norm"] = math.sqrt(step[Field.GRADIENT_SQUARES])
         if self._learning_rate is not None:
             metrics["train/lr"] = float(self._learning_rate)
-        if self._targets_read:
-            metrics["train/target_tokens"] = float(self._targets_read)
-        if since[Field.TOKENS]:
-            # Mean over the ranks' clocks, so that the value is the same on each.
-            metrics["train/tokens_per_s"] = since[Field.TOKENS] * self._topology.world_size / since[Field.SECONDS]
+        metrics |= {f"train/{name}": float(count) for name, count in self._tokens.state_dict().items() if count}
+        metrics |= self._speed.metrics(since)
         if since[Field.BUDGET]:
             metrics["data/source_fill"] = since[Field.TOKENS] * self._topology.sp_size / since[Field.BUDGET]
-        self._since_log.zero_()
-        # Asked by capability. Every rank has the data module and comes here at the same step.
-        count = getattr(getattr(trainer, "datamodule", None), "global_counters", None)
-        if count is not None:
-            metrics |= {f"data/{name}": float(value) for name, value in count().items()}
+        # Every rank has the same parts and comes here at the same step, so their collectives meet.
+        metrics |= data_metrics(getattr(trainer, "datamodule", None))
+        metrics |= slowest_rank_metrics(trainer, self._topology)
         for name, value in metrics.items():
             # In float64, since float32 ends exact counts at 2^24; on the host, since progress bars read it each batch.
             number = torch.tensor(value, dtype=torch.float64, device="cpu")
@@ -183,11 +194,11 @@ class TrainingMetrics(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the training clock."""
-        self._clock.pause()
+        tally_of(trainer).clock.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with the training clock."""
-        self._clock.resume()
+        tally_of(trainer).clock.resume()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a pass over the validation loaders."""
@@ -268,32 +279,6 @@ class TrainingMetrics(Callback):
                 category=UserWarning,
             )
         self._warned = True
-
-
-class _Clock:
-    """Wall time of training, without what lies between pause and resume. Never started: always 0."""
-
-    def __init__(self) -> None:
-        self._mark: float | None = None
-        self._paused_at: float | None = None
-
-    def start(self) -> None:
-        self._mark, self._paused_at = time.perf_counter(), None
-
-    def pause(self) -> None:
-        self._paused_at = time.perf_counter()
-
-    def resume(self) -> None:
-        if self._mark is not None and self._paused_at is not None:
-            self._mark += time.perf_counter() - self._paused_at
-        self._paused_at = None
-
-    def lap(self) -> float:
-        """Seconds since the last lap, or since the start."""
-        assert self._mark is not None
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
-        return seconds
 
 
 def _shows_gradients(strategy: Any) -> bool:

@@ -20,7 +20,7 @@ from lightning_longctx.datamodules.files import open_sources
 from lightning_longctx.datamodules.formats import check_tokenizer
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
-from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, summarize
+from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, step_line, summarize
 from lightning_longctx.datamodules.policies import BufferPolicy, DocumentCountPolicy, FixedBufferPolicy, PackingFacts
 from lightning_longctx.datamodules.row_state import COUNTERS, RowState
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings
@@ -34,6 +34,7 @@ from lightning_longctx.datamodules.sizes import (
 from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.datamodules.state import changes, gathered_state, restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
+from lightning_longctx.datamodules.trainer_settings import TrainerSettings
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
 from lightning_longctx.units import TokenCount, parse_token_count
@@ -137,7 +138,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._loader: TrainingLoader | None = None
         self._to_restore: Mapping[str, Any] | None = None
         self._to_announce = False
-        self._limit_val_batches: int | float | None = None  # the Trainer's own, while a fit does not validate
+        self._trainer_settings = TrainerSettings()
         self.check()
 
     def check(self, sp_size: int = 1, dp_size: int = 1) -> None:
@@ -169,28 +170,23 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._topology = topology
         if self._from_model:
             self.use_tokenizer_of(self.trainer.lightning_module if self.trainer is not None else None)
-        self._allow_validation(stage != TrainerFn.FITTING or self._assembly.validation is not None)
+        steps = self._accumulation(topology.dp_size)
+        if self.trainer is not None:
+            validates = stage != TrainerFn.FITTING or self._assembly.validation is not None
+            self._trainer_settings.allow_validation(self.trainer, validates)
+            if stage == TrainerFn.FITTING and steps is not None:
+                self._trainer_settings.accumulate(self.trainer, steps)
         if stage == TrainerFn.FITTING:
-            self._set_accumulation(topology.dp_size)
             self._prepare_ledger()
             self._announce()
 
     def _announce(self) -> None:
         self._to_announce = True
-        rank_zero_info(start_line(self.max_tokens_per_batch, self._topology.dp_size, self._policy, self.counters))
+        topology = self._topology
+        rank_zero_info(step_line(self.max_tokens_per_batch, topology.dp_size, topology.sp_size, self._accumulate()))
+        rank_zero_info(start_line(self.max_tokens_per_batch, topology.dp_size, self._policy, self.counters))
         if (warning := cold_start_warning(self.max_seq_len, self._policy)) is not None:
             rank_zero_warn(warning, category=UserWarning)
-
-    def _allow_validation(self, allowed: bool) -> None:
-        """Switch validation off during a fit without data for it: an empty loader would make Lightning warn."""
-        if self.trainer is None:
-            return
-        if not allowed and self._limit_val_batches is None:
-            self._limit_val_batches = self.trainer.limit_val_batches
-            self.trainer.limit_val_batches = 0
-        elif allowed and self._limit_val_batches is not None:
-            self.trainer.limit_val_batches = self._limit_val_batches
-            self._limit_val_batches = None
 
     def use_tokenizer_of(self, module: Any) -> None:
         """Take the tokenizer of a module, for ``from_model``. ``setup`` does it; tools without a Trainer call it.
@@ -206,15 +202,6 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         tokenizer = ModelTokenizer(load())
         check_tokenizer([*self._assembly.sources, *(self._assembly.validation or [])], tokenizer)
         self._assembly, self.vocab_size = replace(self._assembly, tokenize=tokenizer), tokenizer.vocab_size
-
-    def _set_accumulation(self, dp_size: int) -> None:
-        steps, trainer = self._accumulation(dp_size), self.trainer
-        if steps is None or trainer is None:
-            return
-        if trainer.accumulate_grad_batches not in (1, steps):
-            got = f"{trainer.accumulate_grad_batches} where data.global_batch_tokens gives {steps}"
-            raise ConfigurationError("trainer.accumulate_grad_batches", "must not be set twice", got, "Leave one out.")
-        trainer.accumulate_grad_batches = steps
 
     def _prepare_ledger(self) -> ConsumptionLedger:
         layout = (self._topology.dp_rank, self._topology.dp_size)
@@ -300,7 +287,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._loader = None
         if stage == TrainerFn.FITTING and self._ledger is not None:
             rank_zero_info(summarize(self.global_counters()))
-        self._allow_validation(True)
+        if self.trainer is not None:
+            self._trainer_settings.restore(self.trainer)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -364,6 +352,18 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         # One candidate is enough here: order matters more than fill, and no batch waits for a pool.
         policy, runtime = FixedBufferPolicy(size=1), self._assembly.loading.runtime
         return EvaluationLoader(RowPlan(settings, policy, self._topology, "pad", runtime))
+
+    def describe_document(self, source_id: int, number: int) -> str:
+        """Where a training document came from: its source, and file and line where the source knows them.
+
+        Args:
+            source_id: as in ``document_keys`` and ``source_ids``.
+            number: of the document in its source.
+        """
+        sources = self._assembly.sources
+        if not 0 <= source_id < len(sources):
+            return f"source {source_id}, document {number}"
+        return f"{sources[source_id].describe(number)} ({self.source_names[source_id]})"
 
     def global_counters(self) -> dict[str, int]:
         """:attr:`counters` summed over all ranks: one reduction, which every rank must take part in."""

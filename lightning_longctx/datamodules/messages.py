@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightning_longctx.datamodules.policies import LONG_CONTEXT, BufferPolicy, FixedBufferPolicy
 
-__all__ = ["cold_start_warning", "first_row_line", "start_line", "summarize"]
+__all__ = ["cold_start_warning", "first_row_line", "start_line", "step_line", "summarize"]
 
 
 def start_line(max_tokens_per_batch: int, dp_size: int, policy: BufferPolicy, counters: Mapping[str, int]) -> str:
@@ -14,6 +14,15 @@ def start_line(max_tokens_per_batch: int, dp_size: int, policy: BufferPolicy, co
     read, tokens = counters["documents_read"], counters["tokens_read"]
     expected = f"; about {max_tokens_per_batch * read / tokens:,.0f} documents each, as those so far" if tokens else ""
     return f"Rows: {max_tokens_per_batch:,} tokens x {dp_size} data-parallel ranks; {policy.describe()}{expected}."
+
+
+def step_line(max_tokens_per_batch: int, dp_size: int, sp_size: int, accumulate: int) -> str:
+    """What an optimizer step holds, and over which devices it is spread. Speed is told once it was measured."""
+    tokens = max_tokens_per_batch * accumulate * dp_size
+    return (
+        f"Step: {max_tokens_per_batch:,} tokens x {accumulate} micro-batches x {dp_size} data-parallel ranks ="
+        f" {tokens:,} tokens, on {dp_size} data-parallel x {sp_size} sequence-parallel = {dp_size * sp_size} devices."
+    )
 
 
 def cold_start_warning(max_seq_len: int, policy: BufferPolicy) -> str | None:

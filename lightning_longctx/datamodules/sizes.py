@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import lcm
 
 from lightning_longctx.datamodules.selection import Budget
@@ -9,7 +10,14 @@ from lightning_longctx.datamodules.settings import PackingSettings, WarmupSettin
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.units import parse_token_count
 
-__all__ = ["accumulation", "check_budget", "check_micro_batch_size", "check_warmup", "row_budget"]
+__all__ = [
+    "accumulation",
+    "check_budget",
+    "check_micro_batch_size",
+    "check_one_accumulation",
+    "check_warmup",
+    "row_budget",
+]
 
 # Document bounds are int32, as variable-length attention kernels want them.
 _MAX_ROW = 2**31 - 1
@@ -77,6 +85,27 @@ def accumulation(global_batch_tokens: int, max_tokens_per_batch: int, dp_size: i
             f"Use {steps * tokens} or {(steps + 1) * tokens}." if steps else f"Use {tokens} or more.",
         )
     return steps
+
+
+def check_one_accumulation(steps: int, own: int, callbacks: Iterable[object]) -> None:
+    """Check that ``global_batch_tokens`` alone says how many micro-batches a step has.
+
+    Args:
+        steps: what it says.
+        own: ``trainer.accumulate_grad_batches``.
+        callbacks: of the trainer.
+
+    Raises:
+        ConfigurationError: the Trainer or a callback says something else.
+    """
+    fix = "Leave one out."
+    if own not in (1, steps):
+        got = f"{own} where data.global_batch_tokens gives {steps}"
+        raise ConfigurationError("trainer.accumulate_grad_batches", "must not be set twice", got, fix)
+    for callback in callbacks:
+        if callable(getattr(callback, "get_accumulate_grad_batches", None)):  # Lightning's scheduler of accumulation
+            got = f"{steps} micro-batches a step beside {type(callback).__name__}"
+            raise ConfigurationError("data.global_batch_tokens", "must be alone in setting the accumulation", got, fix)
 
 
 def row_budget(packing: PackingSettings, max_tokens_per_batch: int, max_seq_len: int, multiple: int) -> Budget:

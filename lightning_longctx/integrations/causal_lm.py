@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from lightning_longctx.integrations.head import HeadTransform, head_loss, head_o
 from lightning_longctx.integrations.model_config import check_max_seq_len, check_supported, load_config
 from lightning_longctx.integrations.optimization import (
     OptimizerSettings,
+    ProgressSchedule,
     ScheduleSettings,
     build_optimizer,
-    learning_rate_factor,
 )
 from lightning_longctx.loss import TokenLoss
 from lightning_longctx.strategies.ulysses import check_heads
@@ -163,7 +162,7 @@ class CausalLMModule(LightningModule):
             getattr(data, "vocab_size", None),
         )
         if stage == "fit" and not self.schedule_settings.is_flat:
-            self._progress()
+            self._end_of_schedule()
 
     def configure_model(self) -> None:
         """Make the weights and look at the model. Lightning calls it before the strategy shards; again does nothing.
@@ -234,9 +233,8 @@ class CausalLMModule(LightningModule):
         optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings, has_scaler)
         if self.schedule_settings.is_flat:
             return optimizer
-        step_length, horizon = self._progress()
-        factor = partial(learning_rate_factor, self.schedule_settings, step_length=step_length, horizon=horizon)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        horizon, max_steps = self._end_of_schedule()
+        schedule = ProgressSchedule(optimizer, self.schedule_settings, self._step_length, horizon, max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def load_tokenizer(self) -> Any:
@@ -293,30 +291,32 @@ class CausalLMModule(LightningModule):
             rank_zero_warn(f"{home} holds {len(unused)} weights that the model does not use, the first `{unused[0]}`")
         return model
 
-    def _progress(self) -> tuple[int, int | None]:
-        """What a step advances the schedule by, and where the schedule ends, in the unit of ``over``."""
-        settings = self.schedule_settings
+    def _step_length(self) -> int:
+        """What a step advances the schedule by, in the unit of ``over``."""
+        return 1 if self.schedule_settings.over == "steps" else _tokens_per_step(self.trainer)
+
+    def _end_of_schedule(self) -> tuple[int | None, int | None]:
+        """Where a decay ends: in the unit of ``over``, or else in steps. Neither for a constant rate."""
+        settings, length = self.schedule_settings, self._step_length()
         trainer: Any = self.trainer
-        length = 1 if settings.over == "steps" else _tokens_per_step(trainer)
         if settings.kind == "constant":
-            return length, None
+            return None, None
         horizon = settings.total
         if horizon is None and settings.over == "tokens":
             ends = [callback.token_horizon for callback in trainer.callbacks if hasattr(callback, "token_horizon")]
             horizon = min(ends, default=None)
-        if horizon is None and trainer.max_steps > 0:
-            horizon = trainer.max_steps * length
-        if horizon is None:
+        if horizon is None and trainer.max_steps <= 0:
             fix = (
                 f"Set `schedule.total_{settings.over}` or `trainer.max_steps`, or write `schedule: {{kind: constant}}`."
             )
             rule = f"must be known for a {settings.kind} schedule"
             raise ConfigurationError(f"model.schedule.total_{settings.over}", rule, "no end of the run", fix)
-        settings.check_horizon(horizon)
-        return length, horizon
+        settings.check_horizon(trainer.max_steps * length if horizon is None else horizon)
+        return horizon, trainer.max_steps if horizon is None else None
 
 
 def _tokens_per_step(trainer: Any) -> int:
+    """Token budget of a step at present: callbacks may change the accumulation between epochs."""
     budget = getattr(getattr(trainer, "datamodule", None), "max_tokens_per_batch", None)
     if budget is None:
         fix = "Use DynamicBatchingDataModule, give your data module a `max_tokens_per_batch`, or write `over: steps`."

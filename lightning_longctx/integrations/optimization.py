@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.units import TokenCount, parse_token_count
 
-__all__ = ["OptimizerSettings", "ScheduleSettings", "build_optimizer", "learning_rate_factor", "parameter_groups"]
+__all__ = [
+    "OptimizerSettings",
+    "ProgressSchedule",
+    "ScheduleSettings",
+    "build_optimizer",
+    "learning_rate_factor",
+    "parameter_groups",
+]
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,10 @@ class OptimizerSettings:
 class ScheduleSettings:
     """Learning rate over the run: a linear warm-up from 0, then constant, linear or cosine decay to a floor.
 
-    Progress is a function of the step alone, so a resumed run continues it exactly. ``over: tokens`` counts the token
-    budget of each step (``max_tokens_per_batch`` x data-parallel replicas x accumulated micro-batches), whatever part
-    of it documents filled: warm-up and horizon then keep their meaning when the number of ranks or the batch changes.
+    Progress is known on the host without asking the device, and is saved, so a resumed run continues it exactly.
+    ``over: tokens`` counts the token budget of each step (``max_tokens_per_batch`` x data-parallel replicas x
+    accumulated micro-batches), whatever part of it documents filled: warm-up and horizon then keep their meaning when
+    the number of ranks or the batch changes, also in the middle of a run.
 
     Args:
         kind: shape after the warm-up. Default ``constant``: it needs no horizon.
@@ -137,13 +146,82 @@ class ScheduleSettings:
             raise ConfigurationError(f"schedule.total_{self.over}", "must lie after the warm-up", got, fix)
 
 
-def learning_rate_factor(settings: ScheduleSettings, step: int, step_length: int, horizon: int | None) -> float:
+class ProgressSchedule(LRScheduler):
+    """Learning rate by progress, which each step advances by what it holds at that time.
+
+    Its state is the progress itself and not a number of steps, so a run that goes on with other ranks, another batch or
+    another accumulation finds the rate that belongs to the tokens it has behind it. The settings, horizon and length of
+    a step are those of the present run.
+
+    Args:
+        optimizer: whose rates are set; those it has are the peaks.
+        settings: the schedule.
+        step_length: what a step advances progress by, asked at each step: 1, or its tokens.
+        horizon: where a decay ends, in the unit of progress; None where ``max_steps`` tells.
+        max_steps: where the run ends, in steps; what is left of them, at the present length, is the way to the end.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> settings = ScheduleSettings(kind="linear", over="tokens", min_lr_ratio=0.0)
+        >>> schedule = ProgressSchedule(optimizer, settings, lambda: 100, horizon=400)
+        >>> optimizer.step(); schedule.step()
+        >>> optimizer.param_groups[0]["lr"]
+        0.75
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings: ScheduleSettings,
+        step_length: Callable[[], int],
+        horizon: int | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        self._settings = settings
+        self._step_length = step_length
+        self._horizon = horizon
+        self._max_steps = max_steps
+        self.done = 0
+        super().__init__(optimizer)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Advance by one step. The base class calls it once when it is made, for the first rate."""
+        if self.last_epoch >= 0:
+            self.done += self._step_length()
+        super().step()
+
+    def get_lr(self) -> list[Any]:
+        """Rates of the step to come."""
+        length, horizon = self._step_length(), self._horizon
+        if horizon is None and self._max_steps is not None:
+            horizon = self.done + max(0, self._max_steps - self.last_epoch) * length
+        factor = learning_rate_factor(self._settings, self.done, length, horizon)
+        return [rate * factor for rate in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Progress, number of steps and peaks, as plain containers."""
+        return {"done": self.done, "last_epoch": self.last_epoch, "base_lrs": list(self.base_lrs)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a progress. The rate of the next step is that of the present settings there."""
+        self.__dict__.update(state_dict)
+        self._step_count = self.last_epoch + 1
+        rates = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = rates
+
+
+def learning_rate_factor(settings: ScheduleSettings, done: int, step_length: int, horizon: int | None) -> float:
     """Return the learning rate of a step as a part of the peak.
 
     Args:
         settings: the schedule.
-        step: updates done before this one.
-        step_length: what a step advances progress by: 1, or its tokens.
+        done: progress before this step.
+        step_length: what the step advances it by: 1, or its tokens.
         horizon: where the decay ends, in the unit of progress. Not used by ``constant``.
 
     Returns:
@@ -153,7 +231,6 @@ def learning_rate_factor(settings: ScheduleSettings, step: int, step_length: int
         >>> learning_rate_factor(ScheduleSettings(kind="linear", warmup_steps=2, min_lr_ratio=0.0), 6, 1, 10)
         0.5
     """
-    done = step * step_length
     if done < settings.warmup:
         return min(1.0, (done + step_length) / settings.warmup)
     if settings.kind == "constant":

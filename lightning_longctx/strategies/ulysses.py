@@ -40,12 +40,14 @@ class Exchange:
     Attributes:
         count: attention calls that went through it; the strategy reads it in the first step, since a model that never
             exchanges would train on fragments of documents, silently.
+        done: how many of those calls have both of their exchanges behind them.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.count = 0
+        self.done = 0
 
 
 # The running strategy's exchange. The group is the same for the whole run, also when activation recompute calls the
@@ -128,6 +130,7 @@ def ulysses_attention(
         output = packed_attention(query, key, value, bounds, scale)  # [1, H/S, T, D]
     with torch.profiler.record_function("longctx::exchange"):
         local = gather_heads_scatter_seq(output[0].transpose(0, 1), exchange.group)  # [T/S, H, D]
+    exchange.done += 1
     return local.transpose(0, 1).unsqueeze(0)
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_longctx.batch import TOKEN_KEYS
-from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics
+from lightning_longctx.callbacks import ExactTokenMean, MaxTokens, RunGuard, TrainingMetrics
+from lightning_longctx.callbacks.step_sums import Field
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.loss import causal_lm_loss
 from lightning_longctx.topology import Topology
@@ -28,7 +29,14 @@ pytestmark = pytest.mark.distributed
 # A micro-batch without targets, and a last window of one.
 TARGETS = [3, 9, 0, 5, 8, 1, 7, 2, 4, 6]
 BATCHES = [make_batch(seed, targets) for seed, targets in enumerate(TARGETS)]
-KEYS = ("train/loss", "train/grad_norm", "train/target_tokens", "data/source_fill", "val/loss")
+KEYS = (
+    "train/loss",
+    "train/grad_norm",
+    "train/target_tokens",
+    "train/source_tokens",
+    "data/source_fill",
+    "val/loss",
+)
 
 
 class _SlicedRow(DDPStrategy):
@@ -152,7 +160,7 @@ def check(ranks: list[dict[str, Any]], accumulate: int, readers: int) -> None:
     assert first["val/loss"] == pytest.approx([token_mean(BATCHES[:3], trained)], rel=1e-5)
     for got in ranks:
         assert got["callback"] == ranks[0]["callback"]  # a monitor decides alike on every rank
-        assert got["state"] == {"target_tokens": targets[1]}
+        assert got["state"] == {"source_tokens": 2 * span * (TOKENS - 3), "target_tokens": targets[1]}
         for weight, truth in zip(got["weights"], expected["weights"], strict=True):
             torch.testing.assert_close(weight, truth, rtol=1e-5, atol=1e-6)
 
@@ -174,6 +182,57 @@ def test_stock_fsdp2_equals_one_plain_process() -> None:
 @pytest.mark.parametrize("data_parallel", [1, 2], ids=str)
 def test_tensor_parallelism_equals_one_plain_process(data_parallel: int) -> None:
     check(run_ranks(_tensor_parallel, 2 * data_parallel, data_parallel), 2, readers=data_parallel)
+
+
+def _limited(strategy: str, accumulate: int, limit: int) -> dict[str, Any]:
+    """Train until a limit of targets; count the reductions of the tally, and where which rank stopped."""
+    sliced, reductions, whole = strategy == "sliced", [], dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reductions.append(tuple(tensor.shape))
+        return whole(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    callbacks = [RunGuard(), MaxTokens(target=limit), TrainingMetrics()]
+    try:
+        trainer = run_fit(
+            callbacks if _rank() else callbacks[::-1],  # the order does not matter, not even on one rank alone
+            _Exact(),
+            BATCHES if sliced else BATCHES[_rank() :: 2],
+            strategy=_SlicedRow() if sliced else "ddp",
+            devices=2,
+            accumulate_grad_batches=accumulate,
+            use_distributed_sampler=False,
+            log_every_n_steps=100,
+        )
+    finally:
+        dist.all_reduce = whole
+    return {
+        "steps": trainer.global_step,
+        "seen": tuple(callbacks[1].seen),
+        "logged": trainer.logger.column("train/target_tokens"),
+        "reductions": reductions.count((len(Field),)),
+    }
+
+
+class _Exact(ToyLM):
+    """Without ``ExactTokenMean``, whose reductions are its own."""
+
+
+@pytest.mark.parametrize("limit", [1, 13, 27, 45], ids=str)
+def test_a_limit_of_tokens_stops_all_layouts_at_the_same_step_with_one_reduction_each(limit: int) -> None:
+    # Steps of two rows: a row on each of two ranks, or both rows cut over both ranks one after the other.
+    ends = [sum(TARGETS[: 2 * step]) for step in range(1, 6)]
+    steps = next(step for step, end in enumerate(ends, 1) if end >= limit)
+    count = ends[steps - 1]
+    expected = {
+        "steps": steps,
+        "seen": (2 * steps * (TOKENS - 3), count),
+        "logged": [count],
+        "reductions": steps,
+    }
+    for layout in (run_ranks(_limited, 2, "ddp", 1, limit), run_ranks(_limited, 2, "sliced", 2, limit)):
+        assert layout == [expected, expected]
 
 
 def _one_rank_without_token_losses() -> None:

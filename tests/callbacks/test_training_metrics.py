@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.overrides import TorchFunctionMode
 
-from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics, training_metrics
+from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics, step_tally, training_metrics
 from tests.callbacks.toy import (
     DIVISOR,
     TOKENS,
@@ -28,6 +28,11 @@ from tests.callbacks.toy import (
 
 TARGETS = [3, 9, 0, 5, 8, 1, 7]
 BATCHES = [make_batch(seed, targets) for seed, targets in enumerate(TARGETS)]
+
+
+def _seen(steps: int) -> dict[str, int]:
+    """What a run has counted after so many micro-batches."""
+    return {"source_tokens": steps * (TOKENS - 3), "target_tokens": sum(TARGETS[:steps])}
 
 
 def fit(metrics: TrainingMetrics, module: ToyLM | None = None, batches: Any = BATCHES, **settings: Any) -> MemoryLogger:
@@ -110,7 +115,7 @@ def test_target_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
     metrics, path = TrainingMetrics(), tmp_path / "half.ckpt"
     trainer = run_fit([ExactTokenMean(), metrics], batches=BATCHES, max_steps=3, log_every_n_steps=2)
     trainer.save_checkpoint(path)  # step 3, which was not logged
-    assert torch.load(path, weights_only=True)["callbacks"]["TrainingMetrics"] == {"target_tokens": sum(TARGETS[:3])}
+    assert torch.load(path, weights_only=True)["callbacks"]["TrainingMetrics"] == _seen(3)
 
     settings = {"max_steps": 5, "max_epochs": 2, "ckpt_path": path}
     resumed = run_fit([ExactTokenMean(), TrainingMetrics()], batches=BATCHES[3:], **settings)
@@ -119,10 +124,14 @@ def test_target_tokens_go_on_after_a_resume(tmp_path: Path) -> None:
 
 def test_target_tokens_are_exact_beyond_float32() -> None:
     metrics = TrainingMetrics()
-    metrics.load_state_dict({"target_tokens": 2**40 + 1})
+    metrics.load_state_dict({"source_tokens": 2**41 + 1, "target_tokens": 2**40 + 1})
     logger = fit(metrics)
     assert logger.column("train/target_tokens")[0] == 2**40 + 1 + TARGETS[0]
-    assert metrics.state_dict() == {"target_tokens": 2**40 + 1 + sum(TARGETS)}
+    grown = {name: count + 1 for name, count in _seen(len(TARGETS)).items()}
+    assert metrics.state_dict() == {
+        "source_tokens": grown["source_tokens"] + 2**41,
+        "target_tokens": grown["target_tokens"] + 2**40,
+    }
 
 
 def test_accumulation_counts_only_finished_steps() -> None:
@@ -229,6 +238,10 @@ def test_micro_batches_without_a_step_are_forgotten() -> None:
     assert metrics.target_tokens == 2 * sum(TARGETS[:2])
 
 
+class _OnHost(torch.Tensor):
+    """Marks what a packed batch keeps on the host, on a machine where everything is there."""
+
+
 class _HostReads(TorchFunctionMode):
     """Counts the ways in which Python waits for a device."""
 
@@ -243,7 +256,8 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         moves = name == "to" and any(isinstance(value, (str, torch.device)) for value in args)
-        if name in self.NAMES and (name != "to" or moves):
+        on_host = bool(args) and isinstance(args[0], _OnHost)
+        if name in self.NAMES and (name != "to" or moves) and not on_host:
             self.reads.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -266,13 +280,14 @@ class _Recorded(TrainingMetrics):
 
 def test_unlogged_steps_read_nothing_on_the_host() -> None:
     metrics = _Recorded()
-    fit(metrics, log_every_n_steps=3)
+    batches = [{**batch, "document_keys": batch["document_keys"].as_subclass(_OnHost)} for batch in BATCHES]
+    fit(metrics, batches=batches, log_every_n_steps=3)
     assert [bool(reads) for reads in metrics.reads] == [False, False, True, False, False, True, False]
 
 
 def test_speed_is_source_tokens_per_second_without_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(training_metrics, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(step_tally, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
     class Slow(ToyLM):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -19,6 +19,8 @@ from lightning_longctx import (
     DynamicBatchingDataModule,
     ExactTokenMean,
     LongContextFSDPStrategy,
+    MaxTokens,
+    RunGuard,
     TrainingMetrics,
 )
 from lightning_longctx.cli import LongContextCLI, main
@@ -50,6 +52,15 @@ def printed(config: dict[str, Any], capsys: pytest.CaptureFixture[str], *flags: 
 
 
 # -- our classes directly, anybody's by class path --------------------------------------------------------------------
+
+
+def test_callbacks_take_numbers_of_tokens_as_people_write_them() -> None:
+    limit = {"class_path": "MaxTokens", "init_args": {"target": "2e10", "source": "512M"}}
+    guard = {"class_path": "RunGuard", "init_args": {"hang_least_s": 900, "on_nan": "warn"}}
+    callbacks = build(with_trainer(callbacks=[limit, guard, "TrainingMetrics"])).trainer.callbacks
+    (limited,) = [callback for callback in callbacks if isinstance(callback, MaxTokens)]
+    assert (limited.target, limited.source, limited.token_horizon) == (20_000_000_000, 2**29, 2**29)
+    assert any(isinstance(callback, RunGuard) for callback in callbacks)
 
 
 def test_flat_keys_are_the_settings_of_our_classes(texts: str) -> None:

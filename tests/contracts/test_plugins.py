@@ -30,6 +30,7 @@ MAX_PARAMETERS = 9  # about eight; the data module has seven and two groups
 #: What a plug-in needs to be constructed; one that is not listed works without arguments.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "CausalLMModule": {"config": "tiny-llama"},
+    "MaxTokens": {"target": 1024},
     "DynamicBatchingDataModule": {"sources": {"a": [{"text": "words"}]}, "max_seq_len": 64},
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_longctx.batch import validate_packed_batch
 from lightning_longctx.datamodules import DynamicBatchingDataModule, LoadingSettings, PackingSettings
@@ -131,13 +132,30 @@ def test_the_loader_claims_nothing_that_it_does_not_know() -> None:
 
 
 def test_global_batch_tokens_gives_the_accumulation() -> None:
-    data, module = data_module(global_batch_tokens=96), Recorder()
-    run = trainer(max_steps=4)
-    run.fit(module, data)
-    assert run.accumulate_grad_batches == 3
+    module, run = Recorder(), trainer(max_steps=4)
+    run.fit(module, data_module(global_batch_tokens=96))
     assert len(module.seen) == 12
     with pytest.raises(ConfigurationError, match="must not be set twice"):
         trainer(accumulate_grad_batches=2).fit(Recorder(), data_module(global_batch_tokens=96))
+
+
+def test_a_second_fit_may_bring_another_step() -> None:
+    run = trainer(max_steps=2, max_epochs=-1)
+    run.fit(Recorder(), data_module(global_batch_tokens=96))
+    assert run.accumulate_grad_batches == 1
+    module = Recorder()
+    run.fit_loop.epoch_loop.max_steps = 4
+    run.fit(module, data_module(global_batch_tokens=64))
+    assert (run.global_step, len(module.seen)) == (4, 4)
+
+
+def test_nobody_else_may_set_the_accumulation() -> None:
+    run = trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
+    with pytest.raises(ConfigurationError, match="GradientAccumulationScheduler"):
+        run.fit(Recorder(), data_module(global_batch_tokens=96))
+    module = Recorder()
+    trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]).fit(module, data_module())
+    assert module.seen
 
 
 @pytest.mark.parametrize(
@@ -146,6 +164,7 @@ def test_global_batch_tokens_gives_the_accumulation() -> None:
         ({"global_batch_tokens": 100}, {}, r"100 = 3 x 32 \+ 4"),
         ({"global_batch_tokens": 96}, {"dp_size": 2}, r"96 = 1 x 64 \+ 32.*Use 64 or 128"),
         ({"global_batch_tokens": 32}, {"dp_size": 2}, "Use 64 or more"),
+        ({"global_batch_tokens": 96}, {"dp_size": 2, "sp_size": 4}, r"32 tokens x 2 data-parallel ranks = 64"),
         ({}, {"sp_size": 3}, r"32 = 10 x 3 \+ 2.*Use 30 tokens"),
         ({"packing": PackingSettings(pad_to_multiple_of=5)}, {}, r"32 = 6 x 5 \+ 2"),
         ({"max_seq_len": 30, "packing": PackingSettings(pad_to_multiple_of=6)}, {"sp_size": 4}, "12"),

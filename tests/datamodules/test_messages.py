@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lightning_longctx.datamodules import AdaptiveBufferPolicy, FixedBufferPolicy
-from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line
+from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, step_line
 
 
 def test_the_start_tells_what_to_expect_once_lengths_were_seen() -> None:
@@ -13,6 +13,13 @@ def test_the_start_tells_what_to_expect_once_lengths_were_seen() -> None:
     assert fresh == ("Rows: 4,096 tokens x 2 data-parallel ranks; fixed: at least 7 documents and the tokens of a row.")
     resumed = start_line(4096, 2, FixedBufferPolicy(7), Counter(documents_read=10, tokens_read=5120))
     assert resumed.endswith("the tokens of a row; about 8 documents each, as those so far.")
+
+
+def test_the_start_tells_what_a_step_is_made_of() -> None:
+    assert step_line(524_288, 8, 8, 4) == (
+        "Step: 524,288 tokens x 4 micro-batches x 8 data-parallel ranks = 16,777,216 tokens,"
+        " on 8 data-parallel x 8 sequence-parallel = 64 devices."
+    )
 
 
 def test_the_first_row_tells_what_it_took() -> None:

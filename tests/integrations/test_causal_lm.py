@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from lightning_longctx.callbacks import MaxTokens
+from lightning_longctx.callbacks.flops import model_flops
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import CausalLMModule, OptimizerSettings, ScheduleSettings
 from tests.integrations.rows import make_documents, pack
@@ -164,6 +168,44 @@ def test_horizon_of_a_callback_counts_for_tokens() -> None:
     assert rates == pytest.approx([0.9e-3, 0.8e-3])
 
 
+def test_max_tokens_ends_a_decay_and_the_run() -> None:
+    settings = ScheduleSettings(kind="linear", over="tokens", min_lr_ratio=0.0)
+    rows = Rows(max_tokens_per_batch=24)
+    rates = learning_rates(settings, -1, rows, callbacks=[MaxTokens(source=96)], max_epochs=-1)
+    assert rates == pytest.approx([0.75e-3, 0.5e-3, 0.25e-3, 0.0])
+
+
+def test_accumulation_that_changes_between_epochs_is_counted() -> None:
+    settings = ScheduleSettings(kind="linear", over="tokens", total_tokens=1000, min_lr_ratio=0.0)
+    callbacks = [GradientAccumulationScheduler({0: 1, 1: 2})]
+    rates = learning_rates(settings, 4, Rows(max_tokens_per_batch=100), callbacks=callbacks)
+    # Two steps of one row, then two of both; the rate changes with the second row of a step.
+    assert rates == pytest.approx([0.9e-3, 0.8e-3, 0.8e-3, 0.6e-3, 0.6e-3, 0.4e-3])
+
+
+def test_a_resume_with_another_accumulation_goes_on_at_its_tokens(tmp_path: Path) -> None:
+    settings = ScheduleSettings(kind="linear", over="tokens", total_tokens=1000, min_lr_ratio=0.0)
+    module, data = (
+        make_module(optimizer=OptimizerSettings(lr=1.0e-3), schedule=settings),
+        Rows(max_tokens_per_batch=100),
+    )
+    trainer = make_trainer(max_steps=2, max_epochs=1, accumulate_grad_batches=1)
+    trainer.fit(module, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    state = torch.load(tmp_path / "run.ckpt", weights_only=True)["lr_schedulers"][0]
+    assert state["done"] == 200
+    rates: list[float] = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    again = make_module(optimizer=OptimizerSettings(lr=1.0e-3), schedule=settings)
+    trainer = make_trainer(max_steps=4, max_epochs=-1, accumulate_grad_batches=2, callbacks=[Watch()])
+    trainer.fit(again, datamodule=data, ckpt_path=tmp_path / "run.ckpt")
+    assert rates == pytest.approx([0.8e-3, 0.6e-3])
+
+
 def test_horizon_in_tokens_follows_from_max_steps() -> None:
     rates = learning_rates(
         ScheduleSettings(kind="linear", over="tokens", min_lr_ratio=0.0), 4, Rows(max_tokens_per_batch=7)
@@ -265,3 +307,30 @@ def test_tokenizer_without_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigurationError, match="must load"):
         module.load_tokenizer()
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen3"])
+def test_operations_are_those_that_a_step_runs(preset: str) -> None:
+    module = CausalLMModule(config=preset)
+    module.configure_model()
+    row = pack(make_documents(64, vocabulary=256, seed=0))
+    with FlopCounterMode(display=False) as counter:
+        module.training_step(row, 0)["loss"].backward()
+    flops = model_flops(module)
+    assert flops is not None
+    # The counter sees neither attention on the host nor the head's weight gradient, which is added in place.
+    head = 2 * 64 * module.config.vocab_size * module.config.hidden_size
+    assert flops.of(tokens=64, squares=0) == counter.get_total_flops() + head
+    width = module.config.num_hidden_layers * module.config.num_attention_heads * module.config.head_dim
+    assert flops.per_squared_length == 6 * width
+
+
+def test_operations_of_experts_are_those_that_a_token_takes() -> None:
+    module = CausalLMModule(config="tiny-qwen3-moe")
+    module.configure_model()
+    flops = model_flops(module)
+    assert flops is not None
+    sizes = {name: p.numel() for name, p in module.named_parameters() if p.dim() > 1 and "embed_tokens" not in name}
+    experts = sum(size for name, size in sizes.items() if "experts" in name)
+    assert experts > 0
+    assert flops.per_token == 6 * (sum(sizes.values()) - experts * 6 / 8)  # two of eight are taken

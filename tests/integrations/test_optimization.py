@@ -11,6 +11,7 @@ from torch import nn
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations.optimization import (
     OptimizerSettings,
+    ProgressSchedule,
     ScheduleSettings,
     build_optimizer,
     learning_rate_factor,
@@ -41,12 +42,81 @@ def test_factor(kind: Any, step: int, expected: float, tokens: int) -> None:
     unit = "steps" if tokens == 1 else "tokens"
     settings = ScheduleSettings(kind=kind, over=unit, **{f"warmup_{unit}": 4 * tokens})
     horizon = None if kind == "constant" else 12 * tokens
-    assert learning_rate_factor(settings, step, tokens, horizon) == pytest.approx(expected)
+    assert learning_rate_factor(settings, step * tokens, tokens, horizon) == pytest.approx(expected)
+
+
+def _schedule(length: list[int], **end: int) -> tuple[torch.optim.Optimizer, ProgressSchedule]:
+    """A linear decay over tokens; ``length`` holds the present length of a step."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    settings = ScheduleSettings(kind="linear", over="tokens", warmup_tokens=200, min_lr_ratio=0.0)
+    return optimizer, ProgressSchedule(optimizer, settings, lambda: length[0], **end)
+
+
+def _rates(optimizer: torch.optim.Optimizer, schedule: ProgressSchedule, steps: int) -> list[float]:
+    """Rates that the next steps use."""
+    used = []
+    for _ in range(steps):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return used
+
+
+def test_rates_follow_the_tokens_when_steps_change_their_length() -> None:
+    length = [100]
+    optimizer, schedule = _schedule(length, horizon=1000)
+    assert _rates(optimizer, schedule, 4) == pytest.approx([1.0, 2.0, 2.0, 2 * 700 / 800])
+    length[0] = 200  # more accumulation from the next epoch on: 500 are done with the step that is set already
+    assert _rates(optimizer, schedule, 3) == pytest.approx([2 * 600 / 800, 2 * 400 / 800, 2 * 200 / 800])
+
+
+@pytest.mark.parametrize("end", [{"horizon": 1000}, {"max_steps": 10}], ids=str)
+def test_a_resume_goes_on_at_the_tokens_that_are_done(end: dict[str, int]) -> None:
+    optimizer, schedule = _schedule([100], **end)
+    _rates(optimizer, schedule, 5)
+    state, optimizer_state = schedule.state_dict(), optimizer.state_dict()
+    assert state == {"done": 500, "last_epoch": 5, "base_lrs": [2.0]}
+    same, whole = _schedule([100], **end), _rates(optimizer, schedule, 5)
+    same[0].load_state_dict(optimizer_state)
+    same[1].load_state_dict(state)
+    assert _rates(*same, 5) == whole == pytest.approx([2 * left / 800 for left in (500, 400, 300, 200, 100)])
+
+
+def test_a_resume_with_half_the_ranks_has_the_rate_of_its_tokens() -> None:
+    optimizer, schedule = _schedule([100], horizon=1000)
+    _rates(optimizer, schedule, 5)
+    half, halved = _schedule([50], horizon=1000)
+    half.load_state_dict(optimizer.state_dict())
+    halved.load_state_dict(schedule.state_dict())
+    assert _rates(half, halved, 10) == pytest.approx([2 * left / 800 for left in range(500, 0, -50)])
+
+
+def test_a_resume_with_other_ranks_still_ends_with_its_steps() -> None:
+    optimizer, schedule = _schedule([100], max_steps=10)
+    _rates(optimizer, schedule, 5)
+    half, halved = _schedule([50], max_steps=10)
+    half.load_state_dict(optimizer.state_dict())
+    halved.load_state_dict(schedule.state_dict())
+    _rates(half, halved, 5)
+    assert half.param_groups[0]["lr"] == 0.0
+    assert halved.done == 750
+
+
+def test_a_rate_may_be_a_tensor() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(2.0))
+    settings = ScheduleSettings(kind="linear", min_lr_ratio=0.0)
+    schedule = ProgressSchedule(optimizer, settings, lambda: 1, max_steps=4)
+    _rates(optimizer, schedule, 1)
+    rate = optimizer.param_groups[0]["lr"]
+    assert rate.item() == 1.5
+    schedule.load_state_dict({"done": 3, "last_epoch": 3, "base_lrs": [2.0]})
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.5
 
 
 def test_warmup_shorter_than_a_step_is_no_warmup() -> None:
     settings = ScheduleSettings(over="tokens", warmup_tokens=100)
-    assert [learning_rate_factor(settings, step, 4096, None) for step in (0, 1)] == [1.0, 1.0]
+    assert [learning_rate_factor(settings, done, 4096, None) for done in (0, 4096)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
