@@ -156,8 +156,10 @@ class DocumentFeed(CandidateFeed):
         stop = candidate.start + candidate.length
         try:
             whole = self._reader.read_whole(candidate.source_id, candidate.number)
-        except (BadRecord, DataError) as error:
+        except DataError as error:
             found = str(error)
+        except BadRecord as error:
+            found = f"{error.rule}, got {error.got} it"
         else:
             if stop <= len(whole):
                 return whole.part(candidate.start, stop)

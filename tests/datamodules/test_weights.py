@@ -39,20 +39,21 @@ def test_new_weights_hold_from_the_next_row_that_is_not_planned(mixing: str, wor
 @pytest.mark.parametrize("mixing", ["token", "sample"])
 def test_weights_do_not_depend_on_what_was_read_ahead(mixing: str) -> None:
     runs = []
-    for workers in (0, 2):
-        data = _data(mixing=mixing, num_workers=workers)
+    for workers, runtime in ((0, "main"), (2, "main"), (0, "worker")):
+        data = _data(mixing=mixing, num_workers=workers, runtime=runtime)
         rows = iter(data.train_dataloader())
         found = list(islice(rows, 5))
         data.set_source_weights({"a": 0.2})
         found += islice(rows, 9)
         data.set_source_weights({"b": 0.1, "a": 1.0})
         runs.append([keys_of(row) for row in [*found, *islice(rows, 20)]])
-    assert runs[0] == runs[1]
+    assert runs[0] == runs[1] == runs[2]
 
 
 @pytest.mark.parametrize("mixing", ["token", "sample"])
-@pytest.mark.parametrize("stop", [9, 10, 11, 20])
-def test_set_weights_survive_a_resume_at_any_row(mixing: str, stop: int) -> None:
+@pytest.mark.parametrize("stop", [9, 10, 11, 12, 20])
+@pytest.mark.parametrize("options", [{}, {"runtime": "worker"}, {"balance": True}])
+def test_set_weights_survive_a_resume_at_any_row(mixing: str, stop: int, options: dict[str, Any]) -> None:
     def run(data: DynamicBatchingDataModule, stop: int | None) -> tuple[list[Any], dict[str, Any]]:
         found = []
         rows = iter(data.train_dataloader())
@@ -62,9 +63,9 @@ def test_set_weights_survive_a_resume_at_any_row(mixing: str, stop: int) -> None
                 data.set_source_weights({"b": 5.0})
         return found, data.state_dict()
 
-    whole, _ = run(_data(mixing=mixing), None)
-    first, state = run(_data(mixing=mixing), stop)
-    other = _data(mixing=mixing)
+    whole, _ = run(_data(mixing=mixing, **options), None)
+    first, state = run(_data(mixing=mixing, **options), stop)
+    other = _data(mixing=mixing, **options)
     other.load_state_dict(state)
     assert first + [keys_of(row) for row in other.train_dataloader()] == whole
 
