@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["fill_meta", "init_by_name", "meta_names", "reset_parameters"]
+__all__ = ["fill_meta", "get_tensor", "init_by_name", "meta_names", "reset_parameters", "set_tensor"]
 
 
 def meta_names(module: nn.Module, prefix: str = "") -> list[str]:
@@ -38,16 +38,17 @@ def fill_meta(module: nn.Module, names: Sequence[str], fill: Callable[[Sequence[
         ConfigurationError: ``fill`` left one out.
     """
     tied: dict[int, list[str]] = {}
+    trained: dict[str, bool] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.is_meta:
             tied.setdefault(id(parameter), []).append(name)
+            trained[name] = parameter.requires_grad
     fill(names)
     for group in tied.values():
         real = [value for name in group if not (value := module.get_parameter(name)).is_meta]
         for name in group if real else ():
-            owner, key = _owner(module, name)
-            owner._parameters[key] = real[0]
-    missing = [name for name in names if _get(module, name).is_meta]
+            set_tensor(module, name, real[0].requires_grad_(trained[group[0]]))
+    missing = [name for name in names if get_tensor(module, name).is_meta]
     if missing:
         raise ConfigurationError(
             f"model.{missing[0]}",
@@ -104,6 +105,23 @@ def reset_parameters(module: nn.Module) -> None:
     reset()
 
 
+def get_tensor(module: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of a qualified name."""
+    path, _, key = name.rpartition(".")
+    tensor: Tensor = getattr(module.get_submodule(path), key)
+    return tensor
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a tensor in the place of the parameter or buffer of a qualified name."""
+    path, _, key = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if key not in owner._parameters:
+        owner._buffers[key] = tensor
+        return
+    owner._parameters[key] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
 def _allocate(owner: nn.Module, key: str) -> None:
     old = getattr(owner, key)
     new = torch.empty_like(old, device="cpu")
@@ -138,14 +156,3 @@ def _check_filled(owner: nn.Module, path: str, key: str) -> None:
 
 def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path), key
-
-
-def _get(module: nn.Module, name: str) -> Tensor:
-    owner, key = _owner(module, name)
-    tensor: Tensor = getattr(owner, key)
-    return tensor
