@@ -14,7 +14,8 @@ from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics
 from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.errors import BatchContractError, CheckpointError, ConfigurationError, DataError
 from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
-from lightning_longctx.strategies import LongContextFSDPStrategy, ulysses_attention
+from lightning_longctx.recompute import is_recomputing
+from lightning_longctx.strategies import LongContextFSDPStrategy, gather_row, ulysses_attention
 from lightning_longctx.topology import Topology, topology_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ __all__ = [
     "Topology",
     "TrainingMetrics",
     "causal_lm_loss",
+    "gather_row",
+    "is_recomputing",
     "model_inputs",
     "topology_of",
     "ulysses_attention",

@@ -71,7 +71,9 @@ class ActivationCheckpointing:
     def __post_init__(self) -> None:
         choices, field = get_args(CheckpointingMode), "strategy.activation_checkpointing"
         if self.mode not in choices:
-            raise ConfigurationError(f"{field}.mode", f"must be one of {list(choices)}", repr(self.mode), "Choose one.")
+            raise ConfigurationError(
+                f"{field}.mode", f"must be one of {list(choices)}", repr(self.mode), "`full` needs least memory."
+            )
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise ConfigurationError(
                 f"{field}.n", "must be a positive int", repr(self.n), "2 means half of the blocks."

@@ -35,7 +35,9 @@ def as_settings(kind: type[Settings], value: Settings | Mapping[str, Any] | None
         if key not in known:
             near = get_close_matches(str(key), known, 1)
             fix = f"Did you mean `{near[0]}`?" if near else f"It has: {', '.join(known)}."
-            raise ConfigurationError(f"strategy.{name}.{key}", f"must be a field of {kind.__name__}", "it", fix)
+            raise ConfigurationError(
+                f"strategy.{name}.{key}", f"must be a field of {kind.__name__}", "an unknown key", fix
+            )
     return kind(**value)
 
 
