@@ -35,8 +35,8 @@ from transformers.utils import logging  # noqa: E402
 
 __all__ = ["PretrainedReader", "meta_model", "shallow_config"]
 
-# Enough to see every kind of layer in models that alternate two.
-_SHALLOW_LAYERS = 2
+# Enough to see every kind of layer in models that alternate, or that start with dense layers before experts.
+_SHALLOW_LAYERS = 4
 _SHALLOW_VOCABULARY = 256
 
 
@@ -49,7 +49,7 @@ def meta_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def shallow_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The same kind of model with two layers and few tokens: what can be learned of its code needs no more."""
+    """The same kind of model with at most four layers and few tokens: what can be learned of its code needs no more."""
     data, layers = copy.deepcopy(config.to_dict()), config.num_hidden_layers
     kept = min(layers, _SHALLOW_LAYERS)
     for key, value in data.items():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 
+from lightning_longctx.strategies import fsdp2
+from lightning_longctx.strategies.mesh import build_layout
 from tests.helpers.pool import run_ranks
 from tests.parity.layouts import train_layout
 from tests.parity.reference import reference, relative_error
 from tests.parity.test_layouts import TOLERANCE, start_weights
+from tests.parity.test_mutants import PLAINLY_WRONG
 
 pytestmark = pytest.mark.distributed
 
@@ -57,6 +64,42 @@ def test_gathering(sharding):
 def test_parameters_outside_sharding_are_reduced_and_clipped(clip):
     sharding = {"unsharded_parameters": ["model.norm.weight", "layers.*.q_norm.weight"]}
     check("qwen3", 4, 2, 2, {"sharding": sharding}, clip)
+
+
+@contextmanager
+def replicas_that_never_meet():
+    """Each replica reduces its gradients alone."""
+
+    def build(device_type, sp_size, replicas):
+        layout = build_layout(device_type, sp_size, replicas)
+        topology = replace(layout.topology, ranks_averaged=layout.topology.world_size // replicas)
+        return replace(layout, shard_mesh=layout.shard_sp, topology=topology)
+
+    with mock.patch.object(fsdp2, "build_layout", build):
+        yield
+
+
+@contextmanager
+def whole_parameters_on_their_own():
+    """Parameters outside sharding keep each rank's own gradients."""
+    with mock.patch.object(fsdp2, "average_unsharded"):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("mutate", "options"),
+    [
+        (replicas_that_never_meet, {"data_parallel_replicate_size": 2}),
+        (whole_parameters_on_their_own, {"sharding": {"unsharded_parameters": ["model.norm.weight"]}}),
+    ],
+)
+def test_a_broken_part_shows_in_the_gradients(mutate, options):
+    expected = reference("qwen3", 4, 1)["gradients"]
+    arguments = ("qwen3", start_weights("qwen3"), 4, 2, 2, 1, None)
+    broken = run_ranks(train_layout, 4, *arguments, mutate, options)[0]
+    assert relative_error(broken["gradients"], expected) > PLAINLY_WRONG
+    right = run_ranks(train_layout, 4, *arguments, None, options)[0]
+    assert relative_error(right["gradients"], expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 
-from lightning_longctx import ConfigurationError
+from lightning_longctx import ConfigurationError, LongContextFSDPStrategy
 from lightning_longctx.strategies.mesh import build_layout, check_world, describe_layout, node_crossings
 from tests.helpers.pool import run_ranks
 
@@ -21,6 +22,12 @@ from tests.helpers.pool import run_ranks
 def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(world, sp, replicas, arithmetic):
     with pytest.raises(ConfigurationError, match=arithmetic):
         check_world(world, sp, replicas)
+
+
+def test_replicas_that_do_not_fit_are_refused_when_the_trainer_is_built():
+    strategy = LongContextFSDPStrategy(sequence_parallel_size=2, data_parallel_replicate_size=3)
+    with pytest.raises(ConfigurationError, match="3 for 8 / 2 = 4 ranks"):
+        Trainer(accelerator="cpu", devices=4, num_nodes=2, strategy=strategy, logger=False)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.0, "2"])
