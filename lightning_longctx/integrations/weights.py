@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -34,6 +36,10 @@ from transformers.modeling_utils import LoadStateDictConfig  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 __all__ = ["PretrainedReader", "meta_model", "shallow_config"]
+
+# Early releases of transformers 5 require one argument more.
+_OLD = {"tp_plan": None} if "tp_plan" in signature(convert_and_load_state_dict_in_model).parameters else {}
+_load_into = partial(convert_and_load_state_dict_in_model, **_OLD)
 
 # Enough to see every kind of layer in models that alternate, or that start with dense layers before experts.
 _SHALLOW_LAYERS = 4
@@ -126,7 +132,7 @@ class PretrainedReader:
         if keys:
             settings = LoadStateDictConfig(weight_mapping=copy.deepcopy(self._mapping), dtype=torch.float32)
             with _without_progress_bar():
-                convert_and_load_state_dict_in_model(self._skeleton, self._open(keys), settings)
+                _load_into(self._skeleton, self._open(keys), settings)
         computed = [name for name in wanted if name not in self._sources]
         init_by_name(self._skeleton, computed, 0, self._skeleton._init_weights)
         unread = [name for name in wanted if get_tensor(self._skeleton, name).is_meta]
