@@ -6,7 +6,6 @@ Its attention is asked for by name (``longctx``), through transformers' own inte
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_longctx.batch import model_inputs
@@ -30,15 +29,15 @@ from lightning_longctx.integrations.optimization import (
     build_optimizer,
     learning_rate_factor,
 )
-from lightning_longctx.integrations.weights import PretrainedReader, meta_model, shallow_config
+from lightning_longctx.integrations.weights import ModelWeights, shallow_model
 from lightning_longctx.loss import TokenLoss
-from lightning_longctx.strategies.initialization import fill_meta, init_by_name, meta_names
+from lightning_longctx.strategies.initialization import fill_meta, meta_names
 from lightning_longctx.strategies.ulysses import check_heads
 from lightning_longctx.topology import topology_of
 
 require_transformers()
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402  (after the message above)
+from transformers import AutoTokenizer, PreTrainedModel  # noqa: E402  (after the message above)
 
 __all__ = ["CausalLMModule"]
 
@@ -106,11 +105,10 @@ class CausalLMModule(LightningModule):
         check_supported(self.config)
         _check_router_loss(config, config_overrides)
         self.pretrained = pretrained
-        self.init_seed = init_seed
+        self.weights = ModelWeights(pretrained, init_seed)
         self.loss_chunk_tokens = loss_chunk_tokens
         self.head_transform = HeadTransform()
         self.model: PreTrainedModel | None = None
-        self._reader: PretrainedReader | None = None
         self._tokenizer_home = pretrained if pretrained is not None else config if isinstance(config, str) else None
         self.save_hyperparameters(
             {
@@ -184,23 +182,20 @@ class CausalLMModule(LightningModule):
             return
         # A strategy that fills meta tensors gets them empty and asks block by block; others get the whole model.
         on_meta = self._may_stay_on_meta()
-        if self.pretrained is None or on_meta:
-            model = meta_model(self.config, ATTENTION_NAME)
-        else:
-            with torch.device("cpu"):
-                model = self._pretrained_model(self.pretrained)
+        model = self.weights.build(self.config, ATTENTION_NAME, on_meta)
         if model.config._attn_implementation != ATTENTION_NAME:
             got = f"{type(model).__name__} with `{model.config._attn_implementation}`"
             fix = "Take a model whose attention goes through transformers' AttentionInterface."
             raise ConfigurationError("model", f"must use attention `{ATTENTION_NAME}`", got, fix)
         model.train()  # `from_pretrained` leaves it in evaluation mode
         self.model = model
-        if self.pretrained is not None and on_meta:
-            self._reader = PretrainedReader(model, self.pretrained)
-            self._warn_of_unused(self._reader.unused)
-        elif not on_meta:
-            fill_meta(self, meta_names(self), self.fill_weights)
-        self.head_transform = inspect_model(self._shallow_model() if on_meta else model)
+        try:
+            if not on_meta:
+                fill_meta(self, meta_names(self), self.fill_weights)
+            self.head_transform = inspect_model(shallow_model(self.config, ATTENTION_NAME) if on_meta else model)
+        except ConfigurationError:
+            self.model = None
+            raise
         count = sum(parameter.numel() for parameter in model.parameters())
         rank_zero_info(f"{type(model).__name__}: {count:,} parameters")
 
@@ -213,14 +208,7 @@ class CausalLMModule(LightningModule):
             names: parameters and buffers of this module.
         """
         assert self.model is not None
-        seed = self.init_seed if self.init_seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        inside = [name for name in names if name.startswith("model.")]
-        if self._reader is not None:
-            inside = self._reader.read(self, inside)
-            init_by_name(self, inside, seed)
-        else:
-            init_by_name(self, inside, seed, self.model._init_weights)
-        init_by_name(self, [name for name in names if not name.startswith("model.")], seed)
+        self.weights.fill(self, self.model, names)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Return ``loss`` (0-d, for backward) and ``per_token_loss`` (float32 ``[1, T/S]``) of a packed batch."""
@@ -303,40 +291,6 @@ class CausalLMModule(LightningModule):
     def _may_stay_on_meta(self) -> bool:
         own = type(self).configure_model is CausalLMModule.configure_model or self.configure_model_keeps_meta
         return own and getattr(self._trainer and self.trainer.strategy, "fills_meta_weights", False)
-
-    def _shallow_model(self) -> PreTrainedModel:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            return AutoModelForCausalLM.from_config(
-                shallow_config(self.config),
-                attn_implementation=ATTENTION_NAME,
-                dtype=torch.float32,
-                trust_remote_code=False,
-            )
-
-    def _pretrained_model(self, home: str) -> PreTrainedModel:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            home,
-            config=self.config,
-            attn_implementation=ATTENTION_NAME,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        missing = sorted(report["missing_keys"])
-        if missing:
-            got = f"{len(missing)} missing, the first `{missing[0]}`"
-            fix = "They would start at random. Give a complete checkpoint that fits the configuration."
-            raise ConfigurationError("model.pretrained", "must hold every weight of the model", got, fix)
-        self._warn_of_unused(sorted(report["unexpected_keys"]))
-        return model
-
-    def _warn_of_unused(self, names: Sequence[str]) -> None:
-        if names:
-            got = f"{len(names)} weights that the model does not use, the first `{names[0]}`"
-            rank_zero_warn(f"{self.pretrained} holds {got}")
 
     def _progress(self) -> tuple[int, int | None]:
         """What a step advances the schedule by, and where the schedule ends, in the unit of ``over``."""

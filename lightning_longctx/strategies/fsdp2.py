@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_longctx.errors import ConfigurationError
@@ -31,15 +29,13 @@ from lightning_longctx.strategies.checks import (
     warn_of_crossings,
 )
 from lightning_longctx.strategies.evaluation import allow_generate, refuse_generate, without_inference_mode
-from lightning_longctx.strategies.gradients import average_unsharded
-from lightning_longctx.strategies.mesh import Layout, build_layout, check_world, describe_layout
+from lightning_longctx.strategies.mesh import Layout, build_layout, check_sizes, check_world, describe_layout
 from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.preparation import prepare_module
-from lightning_longctx.strategies.rows import RowSharder
 from lightning_longctx.strategies.settings import ProcessSettings, ShardingSettings, as_settings
 from lightning_longctx.strategies.shard import register_forward_methods
+from lightning_longctx.strategies.steps import ExactSteps
 from lightning_longctx.strategies.ulysses import Exchange, check_heads, set_running_exchange
-from lightning_longctx.token_mean import TokenMean
 from lightning_longctx.topology import Topology
 
 if TYPE_CHECKING:
@@ -49,8 +45,11 @@ __all__ = ["LongContextFSDPStrategy"]
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
+_SHARDING = ShardingSettings()
+_PROCESSES = ProcessSettings()
 
-class LongContextFSDPStrategy(ModelParallelStrategy):
+
+class LongContextFSDPStrategy(ExactSteps):
     """FSDP2 sharding of any LightningModule, with each row of tokens shared by ``sequence_parallel_size`` ranks.
 
     The module is written as for one device. Its blocks and its root are sharded over all ranks (or over those of one
@@ -98,23 +97,18 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         sequence_parallel_size: int = 1,
         data_parallel_replicate_size: int = 1,
         activation_checkpointing: CheckpointingMode | ActivationCheckpointing | dict[str, Any] = "none",
-        sharding: ShardingSettings | dict[str, Any] | None = None,
-        processes: ProcessSettings | dict[str, Any] | None = None,
+        sharding: ShardingSettings | dict[str, Any] = _SHARDING,
+        processes: ProcessSettings | dict[str, Any] = _PROCESSES,
     ) -> None:
         self.sharding = as_settings(ShardingSettings, sharding, "sharding")
         self.processes = as_settings(ProcessSettings, processes, "processes")
         self.activation_checkpointing = as_checkpointing(activation_checkpointing)
-        check_world(
-            sequence_parallel_size * data_parallel_replicate_size, sequence_parallel_size, data_parallel_replicate_size
-        )
+        check_sizes(sequence_parallel_size, data_parallel_replicate_size)
         super().__init__(process_group_backend=self.processes.backend, timeout=self.processes.timeout)
         self.sequence_parallel_size = sequence_parallel_size
         self.data_parallel_replicate_size = data_parallel_replicate_size
         self._layout: Layout | None = None
         self._exchange = Exchange(None)
-        self._token_mean: TokenMean | None = None
-        self._rows: RowSharder | None = None
-        self._exchange_proven = False
 
     # -- before any process group ------------------------------------------------------------------------------------
 
@@ -178,6 +172,7 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def topology(self) -> Topology:
         """Ranks, sizes and groups.
 
@@ -235,10 +230,7 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         self.model = module
         refuse_generate(module, self.sharding.forward_methods)
         without_inference_mode(trainer)
-        self._rows = RowSharder(self.topology)
-        self._token_mean = TokenMean(self.topology, type(self).__name__, required=self.topology.sp_size > 1)
-        self._exchange_proven = self.topology.sp_size == 1
-        set_running_exchange(self._exchange)
+        self._begin_run()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -277,115 +269,6 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
                 "strategy.topology", "exists once the processes are connected", "an earlier call", fix
             )
         return self._layout
-
-    # -- the step ----------------------------------------------------------------------------------------------------
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move the batch as Lightning does, then keep this rank's slice of the row."""
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        assert self._rows is not None
-        return self._rows.shard(batch, moved)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start a new count of targets with each accumulation window: an epoch may have ended inside the last one."""
-        module = self.lightning_module
-        assert module is not None
-        begins = batch_idx % module.trainer.accumulate_grad_batches == 0
-        if self._token_mean is not None and module.automatic_optimization and begins:
-            self._token_mean.reset()
-        super().on_train_batch_start(batch, batch_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` and count the targets of its batch."""
-        assert self._token_mean is not None
-        step = super().training_step
-        if self.sharding.reduce_gradients == "last_micro_batch":
-            module = self.lightning_module
-            assert isinstance(module, FSDPModule)
-            module.set_requires_gradient_sync(not module.trainer.fit_loop._should_accumulate())
-        return self._proving(
-            lambda: self._token_mean.training_step(lambda: step(*args, **kwargs), args[0])  # type: ignore[union-attr]
-        )
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``validation_step``, under the same sharding as training."""
-        step = super().validation_step
-        return self._proving(lambda: step(*args, **kwargs))
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``test_step``, under the same sharding as training."""
-        step = super().test_step
-        return self._proving(lambda: step(*args, **kwargs))
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``predict_step``, under the same sharding as training."""
-        step = super().predict_step
-        return self._proving(lambda: step(*args, **kwargs))
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step the optimizer; between the last backward and clipping the gradients become those of the token mean."""
-        assert self._token_mean is not None
-        assert self.lightning_module is not None
-        token_mean = self._token_mean
-        trainer = self.lightning_module.trainer
-        accumulate = trainer.accumulate_grad_batches if self.lightning_module.automatic_optimization else 1
-
-        def exact_closure() -> Any:
-            result = closure()
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            average_unsharded(parameters, self.topology)
-            token_mean.scale_gradients(parameters, accumulate)
-            return result
-
-        return super().optimizer_step(optimizer, exact_closure, model, **kwargs)
-
-    @override
-    def on_validation_end(self) -> None:
-        """Free the root's gathered parameters, so that whoever reads parameters next sees the sharded ones."""
-        self._reshard()
-
-    @override
-    def on_test_end(self) -> None:
-        """Free the root's gathered parameters."""
-        self._reshard()
-
-    @override
-    def on_predict_end(self) -> None:
-        """Free the root's gathered parameters."""
-        self._reshard()
-
-    def _reshard(self) -> None:
-        if isinstance(self.lightning_module, FSDPModule):
-            self.lightning_module.reshard()
-
-    def _proving(self, step: Callable[[], Any]) -> Any:
-        """Run a step; the first one must have exchanged at least once if a row is shared."""
-        before = self._exchange.count
-        output = step()
-        if not self._exchange_proven:
-            if self._exchange.count == before:
-                raise ConfigurationError(
-                    "model",
-                    "must exchange sequence for heads in its attention at sequence_parallel_size > 1",
-                    "a first step without any exchange: each rank attended to its own fragment only",
-                    'Load a Hugging Face model with attn_implementation="longctx" (CausalLMModule does), or call'
-                    " `lightning_longctx.ulysses_attention(q, k, v, batch)` in your own attention.",
-                )
-            self._exchange_proven = True
-        return output
 
 
 if "longctx_fsdp" not in StrategyRegistry:

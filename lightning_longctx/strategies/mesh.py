@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import HOST_TIMEOUT, Topology
 
-__all__ = ["Layout", "build_layout", "check_world", "describe_layout", "node_crossings"]
+__all__ = ["Layout", "build_layout", "check_sizes", "check_world", "describe_layout", "node_crossings"]
 
 _AXES = ("data_parallel_replicate", "data_parallel_shard", "sequence_parallel")
 
@@ -42,6 +42,19 @@ class Layout:
     topology: Topology
 
 
+def check_sizes(sequence_parallel_size: object, replicate_size: object) -> None:
+    """Check the sizes alone, while the number of processes is not known.
+
+    Raises:
+        ConfigurationError: a size that is no positive int.
+    """
+    sizes = {"sequence_parallel_size": sequence_parallel_size, "data_parallel_replicate_size": replicate_size}
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            fix = "Use 1 to switch it off."
+            raise ConfigurationError(f"strategy.{name}", "must be a positive int", repr(value), fix)
+
+
 def check_world(world_size: int, sequence_parallel_size: int, replicate_size: int = 1) -> None:
     """Check that the ranks can be laid out, before any process group exists.
 
@@ -53,8 +66,7 @@ def check_world(world_size: int, sequence_parallel_size: int, replicate_size: in
     Raises:
         ConfigurationError: a size that is no positive int, or sizes whose product does not divide ``world_size``.
     """
-    _check_size("sequence_parallel_size", sequence_parallel_size)
-    _check_size("data_parallel_replicate_size", replicate_size)
+    check_sizes(sequence_parallel_size, replicate_size)
     if world_size % sequence_parallel_size:
         raise ConfigurationError(
             "strategy.sequence_parallel_size",
@@ -156,11 +168,6 @@ def describe_layout(
             f"warning: ranks {group[0]}-{group[-1]} share a row across nodes: every layer waits for the network"
         )
     return "\n".join(lines)
-
-
-def _check_size(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"strategy.{name}", "must be a positive int", repr(value), "Use 1 to switch it off.")
 
 
 def _divisors(number: int) -> list[int]:

@@ -17,14 +17,12 @@ ReduceGradients = Literal["every_micro_batch", "last_micro_batch"]
 Settings = TypeVar("Settings")
 
 
-def as_settings(kind: type[Settings], value: Settings | Mapping[str, Any] | None, name: str) -> Settings:
-    """Turn a mapping, as YAML and Python users write it, into settings; None means the defaults.
+def as_settings(kind: type[Settings], value: Settings | Mapping[str, Any], name: str) -> Settings:
+    """Turn a mapping, as YAML and Python users write it, into settings.
 
     Raises:
         ConfigurationError: neither settings nor a mapping, or an unknown key (the nearest one is named).
     """
-    if value is None:
-        return kind()
     if isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lightning_longctx import ConfigurationError, LongContextFSDPStrategy
 from lightning_longctx.integrations import CausalLMModule
 from lightning_longctx.integrations.attention import ATTENTION_NAME
-from lightning_longctx.integrations.weights import PretrainedReader, meta_model
+from lightning_longctx.integrations.pretrained import PretrainedReader
 from lightning_longctx.strategies.initialization import fill_meta, meta_names
 from tests.helpers.pool import run_ranks
 from tests.integrations.rows import make_documents, pack
@@ -40,8 +40,8 @@ def save(family: str, home: Path) -> dict[str, torch.Tensor]:
 
 def meta_module(home: Path) -> tuple[CausalLMModule, PretrainedReader]:
     module = CausalLMModule(pretrained=str(home))
-    module.model = meta_model(module.config, ATTENTION_NAME)
-    return module, PretrainedReader(module.model, str(home))
+    module.model = module.weights.build(module.config, ATTENTION_NAME, on_meta=True)
+    return module, module.weights._reader
 
 
 def read_in_pieces(module: CausalLMModule, reader: PretrainedReader) -> None:
@@ -82,10 +82,9 @@ class Wrapped(nn.Module):
 
 def test_layers_that_were_wrapped_since_get_their_weights_and_stay_frozen(tmp_path: Path) -> None:
     written = save("llama-tied", tmp_path)
-    module, reader = meta_module(tmp_path)
+    module, _ = meta_module(tmp_path)
     attention = module.model.model.layers[0].self_attn
     attention.q_proj = Wrapped(attention.q_proj)
-    module._reader = reader
     fill_meta(module, meta_names(module), module.fill_weights)
     q_proj = module.model.model.layers[0].self_attn.q_proj
     assert torch.equal(q_proj.base.weight, written["model.model.layers.0.self_attn.q_proj.weight"])

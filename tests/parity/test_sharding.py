@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from lightning_longctx.strategies import fsdp2
+from lightning_longctx.strategies import fsdp2, steps
 from lightning_longctx.strategies.mesh import build_layout
 from tests.helpers.pool import run_ranks
 from tests.parity.layouts import train_layout
@@ -82,7 +82,7 @@ def replicas_that_never_meet():
 @contextmanager
 def whole_parameters_on_their_own():
     """Parameters outside sharding keep each rank's own gradients."""
-    with mock.patch.object(fsdp2, "average_unsharded"):
+    with mock.patch.object(steps, "average_unsharded"):
         yield
 
 
