@@ -28,7 +28,8 @@ from lightning_longctx.errors import (
     DivergenceError,
 )
 from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
-from lightning_longctx.strategies import LongContextFSDPStrategy, ulysses_attention
+from lightning_longctx.recompute import is_recomputing
+from lightning_longctx.strategies import LongContextFSDPStrategy, gather_row, ulysses_attention
 from lightning_longctx.topology import Topology, topology_of
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ __all__ = [
     "Topology",
     "TrainingMetrics",
     "causal_lm_loss",
+    "gather_row",
+    "is_recomputing",
     "model_inputs",
     "record_router_indices",
     "topology_of",

@@ -115,9 +115,13 @@ class TokenMean:
         constant = float(accumulate * self._topology.ranks_averaged * self._divisor)
         factor = (constant / valid.clamp(min=1).double()).float()  # stays on the device
         with torch.no_grad():
-            gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
+            by_device: dict[torch.device, list[Tensor]] = {}
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    gradient = _local(parameter.grad)
+                    by_device.setdefault(gradient.device, []).append(gradient)
+            for device, gradients in by_device.items():  # offloaded ones are on the host
+                torch._foreach_mul_(gradients, factor.to(device))
         self._targets, self._scaled_inside = None, True
 
     def reset(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -49,12 +50,23 @@ class ExactTokenMean(Callback):
         super().__init__()
         self._hooks: _StrategyHooks | None = None
 
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Refuse a strategy under which the callback cannot be right. Ours asks before any process is started.
+
+        Args:
+            strategy: the Trainer's.
+
+        Raises:
+            ConfigurationError: it applies the token mean by itself, or accumulates by itself.
+        """
+        _refuse_strategy(strategy)
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Wrap the strategy's ``training_step`` and ``optimizer_step`` for a fit."""
         self._unwrap()
         if stage != "fit":
             return
-        _refuse_strategy(trainer.strategy)
+        self.check_strategy(trainer.strategy)
         self._hooks = _StrategyHooks(trainer)
         self._hooks.install()
 

@@ -100,7 +100,13 @@ def _run(words: list[str]) -> int:
         near = nearest(words[0], known)
         fix = f"Did you mean `{near}`?" if near else f"Commands: {', '.join(known)}."
         raise CommandLineError(f"unknown command {words[0]!r}. {fix}")
-    parsed = read_arguments(words[1:])  # a missing file is told before the slow import
+    rest = [word for word in words[1:] if word.replace("-", "_") != "__print_layout"]
+    parsed = read_arguments(rest)  # a missing file is told before the slow import
+    if len(rest) < len(words) - 1:
+        from lightning_longctx.cli.layout import print_layout
+
+        print_layout(parsed.words)
+        return 0
     from lightning_longctx.cli.app import LongContextCLI
 
     LongContextCLI(args=[words[0], *parsed.words])
@@ -148,6 +154,7 @@ def _help() -> str:
             "  longctx fit --config examples/quickstart.yaml",
             "  longctx fit --config run.yaml --trainer.max_steps 100 --data.max_seq_len 512K",
             "  longctx fit --config run.yaml --print_config   every setting with its value",
+            "  longctx fit --config run.yaml --print_layout   which rank does what, without starting any",
             "  longctx fit --help                             every setting of the Trainer",
             "  longctx fit --model.help                       every setting of the model; --data.help of the data",
             "  longctx probe --config run.yaml --dp 8         how the documents pack, on 8 ranks",

@@ -117,6 +117,7 @@ def _unknown_key(
     prefix: str, key: str, owner: str, known: Mapping[str, Place], places: Mapping[str, Place]
 ) -> ConfigurationError:
     near = next((f"{section}.{key}" for section in places if key in _section_settings(places[section])), None)
+    near = near or next((f"{prefix}{group}.{key}" for group in known if key in _group_settings(known[group])), None)
     if near is None:
         best = nearest(str(key), known)
         near = f"{prefix}{best}" if best else None
@@ -126,6 +127,11 @@ def _unknown_key(
 
 def _section_settings(place: Place) -> dict[str, Place]:
     return constructor_settings(place.default)[0] if place.default is not None else {}
+
+
+def _group_settings(place: Place) -> dict[str, Place]:
+    found = settings_at(place)
+    return found[1] if found else {}
 
 
 def _condense(message: str) -> str:

@@ -6,15 +6,13 @@ Its attention is asked for by name (``longctx``), through transformers' own inte
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_longctx.batch import model_inputs
@@ -29,13 +27,15 @@ from lightning_longctx.integrations.optimization import (
     ScheduleSettings,
     build_optimizer,
 )
+from lightning_longctx.integrations.weights import ModelWeights, shallow_model
 from lightning_longctx.loss import TokenLoss
+from lightning_longctx.strategies.initialization import fill_meta, meta_names
 from lightning_longctx.strategies.ulysses import check_heads
 from lightning_longctx.topology import topology_of
 
 require_transformers()
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: E402  (after the message above)
+from transformers import AutoTokenizer, PreTrainedModel  # noqa: E402  (after the message above)
 
 __all__ = ["CausalLMModule"]
 
@@ -49,10 +49,11 @@ _SCHEDULE = ScheduleSettings()
 class CausalLMModule(LightningModule):
     """Train any Hugging Face causal language model on packed rows.
 
-    The configuration is read and checked at once; the weights are made in ``configure_model``, on the host, in float32
-    (an update of 1e-5 is lost on bfloat16 weights; the strategy casts for the computation). Random weights come from a
-    seed of their own, so all ranks start equal whatever else they drew. Each process holds the whole model until the
-    strategy shards it: 4 bytes x parameters of host memory for each process of a node.
+    The configuration is read and checked at once; the weights are made on the host, in float32 (an update of 1e-5 is
+    lost on bfloat16 weights; the strategy casts for the computation). Random weights follow from a seed and the name of
+    each layer, so they are equal on all ranks, under every strategy and in every layout. ``LongContextFSDPStrategy``
+    makes or reads them one block at a time and shards each at once; other strategies hold the whole model in each
+    process, 4 bytes x parameters of host memory.
 
     Steps return ``loss`` (for backward) and ``per_token_loss`` (float32 ``[1, T/S]``, local). Nothing is logged here:
     ``TrainingMetrics`` logs ``train/loss``, ``val/loss`` and ``train/lr`` exactly, over all ranks.
@@ -80,6 +81,10 @@ class CausalLMModule(LightningModule):
         1048576
     """
 
+    #: A subclass that overrides ``configure_model`` gets real weights from it, since it may want to change values. One
+    #: that only wraps or freezes layers (LoRA) sets this, and the weights come later, one block at a time.
+    configure_model_keeps_meta = False
+
     def __init__(
         self,
         config: str | dict[str, Any] | None = None,
@@ -98,7 +103,7 @@ class CausalLMModule(LightningModule):
         check_supported(self.config)
         _check_router_loss(config, config_overrides)
         self.pretrained = pretrained
-        self.init_seed = init_seed
+        self.weights = ModelWeights(pretrained, init_seed)
         self.loss_chunk_tokens = loss_chunk_tokens
         self.head_transform = HeadTransform()
         self.model: PreTrainedModel | None = None
@@ -173,17 +178,35 @@ class CausalLMModule(LightningModule):
         """
         if self.model is not None:
             return
-        with torch.device("cpu"):
-            model = self._random_model() if self.pretrained is None else self._pretrained_model(self.pretrained)
+        # A strategy that fills meta tensors gets them empty and asks block by block; others get the whole model.
+        on_meta = self._may_stay_on_meta()
+        model = self.weights.build(self.config, ATTENTION_NAME, on_meta)
         if model.config._attn_implementation != ATTENTION_NAME:
             got = f"{type(model).__name__} with `{model.config._attn_implementation}`"
             fix = "Take a model whose attention goes through transformers' AttentionInterface."
             raise ConfigurationError("model", f"must use attention `{ATTENTION_NAME}`", got, fix)
         model.train()  # `from_pretrained` leaves it in evaluation mode
-        self.head_transform = inspect_model(model)
         self.model = model
+        try:
+            if not on_meta:
+                fill_meta(self, meta_names(self), self.fill_weights)
+            self.head_transform = inspect_model(shallow_model(self.config, ATTENTION_NAME) if on_meta else model)
+        except ConfigurationError:
+            self.model = None
+            raise
         count = sum(parameter.numel() for parameter in model.parameters())
         rank_zero_info(f"{type(model).__name__}: {count:,} parameters")
+
+    def fill_weights(self, names: Sequence[str]) -> None:
+        """Put values in the place of tensors on the meta device. ``LongContextFSDPStrategy`` asks block by block.
+
+        Random values follow from seed and name alone, so they are the same under every strategy and in every layout.
+
+        Args:
+            names: parameters and buffers of this module.
+        """
+        assert self.model is not None
+        self.weights.fill(self, self.model, names)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Return ``loss`` (0-d, for backward) and ``per_token_loss`` (float32 ``[1, T/S]``) of a packed batch."""
@@ -262,34 +285,9 @@ class CausalLMModule(LightningModule):
         out = self.token_loss(batch)
         return {"loss": out.loss, "per_token_loss": out.per_token_loss}
 
-    def _random_model(self) -> PreTrainedModel:
-        seed = self.init_seed if self.init_seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # the host's generator alone: `torch.manual_seed` reseeds devices
-            return AutoModelForCausalLM.from_config(
-                self.config, attn_implementation=ATTENTION_NAME, dtype=torch.float32, trust_remote_code=False
-            )
-
-    def _pretrained_model(self, home: str) -> PreTrainedModel:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            home,
-            config=self.config,
-            attn_implementation=ATTENTION_NAME,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        missing = sorted(report["missing_keys"])
-        if missing:
-            got = f"{len(missing)} missing, the first `{missing[0]}`"
-            fix = "They would start at random. Give a complete checkpoint that fits the configuration."
-            raise ConfigurationError("model.pretrained", "must hold every weight of the model", got, fix)
-        unused = sorted(report["unexpected_keys"])
-        if unused:
-            rank_zero_warn(f"{home} holds {len(unused)} weights that the model does not use, the first `{unused[0]}`")
-        return model
+    def _may_stay_on_meta(self) -> bool:
+        own = type(self).configure_model is CausalLMModule.configure_model or self.configure_model_keeps_meta
+        return own and getattr(self._trainer and self.trainer.strategy, "fills_meta_weights", False)
 
     def _step_length(self) -> int:
         """What a step advances the schedule by, in the unit of ``over``."""

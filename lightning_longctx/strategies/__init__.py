@@ -1,6 +1,16 @@
 """LongContextFSDPStrategy: FSDP2 sharding plus Ulysses sequence parallelism."""
 
+from lightning_longctx.strategies.activation_checkpointing import ActivationCheckpointing
+from lightning_longctx.strategies.evaluation import gather_row
 from lightning_longctx.strategies.fsdp2 import LongContextFSDPStrategy
+from lightning_longctx.strategies.settings import ProcessSettings, ShardingSettings
 from lightning_longctx.strategies.ulysses import ulysses_attention
 
-__all__ = ["LongContextFSDPStrategy", "ulysses_attention"]
+__all__ = [
+    "ActivationCheckpointing",
+    "LongContextFSDPStrategy",
+    "ProcessSettings",
+    "ShardingSettings",
+    "gather_row",
+    "ulysses_attention",
+]

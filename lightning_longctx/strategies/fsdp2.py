@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.strategies.mesh import Layout, build_layout, check_world
+from lightning_longctx.strategies.activation_checkpointing import (
+    ActivationCheckpointing,
+    CheckpointingMode,
+    as_checkpointing,
+)
+from lightning_longctx.strategies.agreement import check_equal_facts
+from lightning_longctx.strategies.checks import (
+    CheckingLauncher,
+    check_callbacks,
+    check_manual_optimization,
+    run_facts,
+    warn_of_crossings,
+)
+from lightning_longctx.strategies.evaluation import allow_generate, refuse_generate, without_inference_mode
+from lightning_longctx.strategies.mesh import Layout, build_layout, check_sizes, check_world, describe_layout
 from lightning_longctx.strategies.precision import FSDP2Precision
-from lightning_longctx.strategies.rows import RowSharder
-from lightning_longctx.strategies.shard import check_equal_parameters, find_blocks, shard_module
+from lightning_longctx.strategies.preparation import prepare_module
+from lightning_longctx.strategies.settings import ProcessSettings, ShardingSettings, as_settings
+from lightning_longctx.strategies.shard import register_forward_methods
+from lightning_longctx.strategies.steps import ExactSteps
 from lightning_longctx.strategies.ulysses import Exchange, check_heads, set_running_exchange
-from lightning_longctx.token_mean import TokenMean
 from lightning_longctx.topology import Topology
 
 if TYPE_CHECKING:
@@ -31,79 +45,104 @@ __all__ = ["LongContextFSDPStrategy"]
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
+_SHARDING = ShardingSettings()
+_PROCESSES = ProcessSettings()
 
-class LongContextFSDPStrategy(ModelParallelStrategy):
+
+class LongContextFSDPStrategy(ExactSteps):
     """FSDP2 sharding of any LightningModule, with each row of tokens shared by ``sequence_parallel_size`` ranks.
 
-    The module is written as for one device. Its blocks and its root are sharded over all ranks before the first step,
-    packed batches are sliced after they reach the device, and after the last backward of a step the gradients are
-    scaled to those of the exact token mean (:class:`~lightning_longctx.token_mean.TokenMean`). For sequence
-    parallelism its attention must be :func:`~lightning_longctx.ulysses_attention`, or
-    ``attn_implementation="longctx"`` for a Hugging Face model.
+    The module is written as for one device. Its blocks and its root are sharded over all ranks (or over those of one
+    replica) before the first step, packed batches are sliced after they reach the device, and after the last backward
+    of a step the gradients are scaled to those of the exact token mean
+    (:class:`~lightning_longctx.token_mean.TokenMean`). For sequence parallelism its attention must be
+    :func:`~lightning_longctx.ulysses_attention`, or ``attn_implementation="longctx"`` for a Hugging Face model.
+
+    A module built on the meta device is filled one block at a time: by its method ``fill_weights(names)`` if it has
+    one, else by ``reset_parameters`` of each submodule, with equal weights in every layout.
 
     Registered as ``Trainer(strategy="longctx_fsdp")`` once the package is imported.
 
     Args:
         sequence_parallel_size: ranks that share a row; divides the world size and the number of query heads. Default
             1: plain FSDP2 with the exact token mean.
-        blocks: class names of the repeated blocks that become FSDP units. Default None: found, see
-            :func:`~lightning_longctx.strategies.shard.find_blocks`.
-        reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward.
-            Default True: at long context memory is what runs out. The root is never resharded.
-        forward_methods: further methods of the module that gather the root's parameters when called (``generate`` ...).
-        process_group_backend: default: nccl on CUDA, gloo on CPU.
-        timeout: of the training collectives. Default 30 minutes, PyTorch's own for gloo. Waiting for data has its
-            own, longer one.
+        data_parallel_replicate_size: copies of the sharded parameters (HSDP): each is sharded over world / copies
+            ranks, best those of one node, and only gradients travel between copies. Default 1: sharded over all ranks,
+            which needs least memory.
+        activation_checkpointing: ``none`` (default), ``full``, ``every_n``, ``selective``, or a mapping of
+            :class:`ActivationCheckpointing`: computes blocks again in backward in place of keeping what they computed.
+        sharding: units, gathering and reduction; see :class:`ShardingSettings`.
+        processes: backend and time limit; see :class:`ProcessSettings`.
 
     Raises:
-        ConfigurationError: sizes that do not divide (when the Trainer is built), heads that do not divide (before any
-            process group where the model is known), a precision other than 32-true, bf16-true and bf16-mixed, unequal
-            initial parameters, several optimizers in manual optimization, a packed step without ``per_token_loss`` at
-            sp > 1, a model that never exchanged.
+        ConfigurationError: sizes that do not divide (when the Trainer is built), heads that do not divide or callbacks
+            that cannot work (before any process is started, where the model is known), a precision other than 32-true,
+            bf16-true and bf16-mixed, ranks with other settings, versions or initial parameters, several optimizers in
+            manual optimization, a packed step without ``per_token_loss`` at sp > 1, a model that never exchanged.
 
     Example:
         >>> import lightning as L
-        >>> strategy = LongContextFSDPStrategy(sequence_parallel_size=1)
+        >>> strategy = LongContextFSDPStrategy(sequence_parallel_size=1, sharding={"prefetch": 2})
         >>> trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1)
     """
 
     #: Capability that callbacks ask for: gradients are already those of the exact token mean.
     applies_token_mean = True
 
+    #: Capability that modules ask for: tensors on the meta device become real one block at a time.
+    fills_meta_weights = True
+
     def __init__(
         self,
         sequence_parallel_size: int = 1,
-        blocks: list[str] | None = None,
-        reshard_after_forward: bool = True,
-        forward_methods: Sequence[str] = (),
-        process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        data_parallel_replicate_size: int = 1,
+        activation_checkpointing: CheckpointingMode | ActivationCheckpointing | dict[str, Any] = "none",
+        sharding: ShardingSettings | dict[str, Any] = _SHARDING,
+        processes: ProcessSettings | dict[str, Any] = _PROCESSES,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        check_world(sequence_parallel_size, sequence_parallel_size)
+        self.sharding = as_settings(ShardingSettings, sharding, "sharding")
+        self.processes = as_settings(ProcessSettings, processes, "processes")
+        self.activation_checkpointing = as_checkpointing(activation_checkpointing)
+        check_sizes(sequence_parallel_size, data_parallel_replicate_size)
+        super().__init__(process_group_backend=self.processes.backend, timeout=self.processes.timeout)
         self.sequence_parallel_size = sequence_parallel_size
-        self.blocks = blocks
-        self.reshard_after_forward = reshard_after_forward
-        self.forward_methods = list(forward_methods)
+        self.data_parallel_replicate_size = data_parallel_replicate_size
         self._layout: Layout | None = None
         self._exchange = Exchange(None)
-        self._token_mean: TokenMean | None = None
-        self._rows: RowSharder | None = None
-        self._exchange_proven = False
 
     # -- before any process group ------------------------------------------------------------------------------------
 
     @override
     def set_world_ranks(self) -> None:
         """Check the layout as soon as the number of processes is known: when the Trainer is built."""
-        check_world(self.num_nodes * self.num_processes, self.sequence_parallel_size)
+        world_size = self.num_nodes * self.num_processes
+        check_world(world_size, self.sequence_parallel_size, self.data_parallel_replicate_size)
         super().set_world_ranks()
+
+    def describe_layout(self) -> str:
+        """Write which rank does what, as a table. Needs a Trainer, and no process group."""
+        world_size = self.num_nodes * self.num_processes
+        sizes = (self.sequence_parallel_size, self.data_parallel_replicate_size)
+        return describe_layout(world_size, *sizes, self.num_processes)
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is not None:
+            self._launcher = CheckingLauncher(self._launcher, self._check_run)
+
+    def _check_run(self, trainer: pl.Trainer) -> None:
+        check_callbacks(trainer.callbacks, self)  # type: ignore[attr-defined]
+        if self.lightning_module is not None:
+            self.check_model(self.lightning_module)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
         """Check what can be known of the model before processes are started."""
         super().connect(model)
         self.check_model(model)
+        if model._trainer is not None:
+            check_callbacks(model.trainer.callbacks, self)  # type: ignore[attr-defined]
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Check the head counts that the model's configurations announce.
@@ -133,6 +172,7 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def topology(self) -> Topology:
         """Ranks, sizes and groups.
 
@@ -144,7 +184,10 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
     @property
     @override
     def device_mesh(self) -> DeviceMesh:
-        """Axes ``data_parallel`` x ``sequence_parallel``; a module finds it as ``self.device_mesh``."""
+        """Axes ``data_parallel_replicate`` x ``data_parallel_shard`` x ``sequence_parallel``.
+
+        A module finds it as ``self.device_mesh``.
+        """
         return self._require_layout().mesh
 
     @property
@@ -156,13 +199,19 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Connect the processes and lay them out."""
+        """Connect the processes, check that they belong to the same run, and lay them out."""
+        if self.sharding.offload_parameters and self.root_device.type == "cuda" and self.processes.backend is None:
+            self._process_group_backend = "cpu:gloo,cuda:nccl"  # norms of offloaded gradients are summed on the host
         self._setup_distributed()
+        assert self.lightning_module is not None
         if self._layout is None:
-            self._layout = build_layout(self.root_device.type, self.sequence_parallel_size)
+            world = dist.group.WORLD if self.world_size > 1 else None
+            check_equal_facts(run_facts(self.lightning_module, self), world, self.root_device)
+            sizes = (self.sequence_parallel_size, self.data_parallel_replicate_size)
+            self._layout = build_layout(self.root_device.type, *sizes)
+            warn_of_crossings(self.world_size, self.sequence_parallel_size, self.num_processes)
         self._exchange = Exchange(self.topology.sp_group)
         self._device_mesh = self._layout.mesh
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._layout.mesh
 
     @override
@@ -175,43 +224,43 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         self.check_model(module)
         if not isinstance(module, FSDPModule):
             self._shard(module)
-        module.reshard()  # type: ignore[operator]  # an evaluation may have left the root gathered
+        assert isinstance(module, FSDPModule)
+        module.reshard()  # an evaluation may have left the root gathered
+        module.set_requires_gradient_sync(True)  # an interrupted fit may have stopped between micro-batches
         self.model = module
-        _without_inference_mode(trainer)
-        self._rows = RowSharder(self.topology)
-        self._token_mean = TokenMean(self.topology, type(self).__name__, required=self.topology.sp_size > 1)
-        self._exchange_proven = self.topology.sp_size == 1
-        set_running_exchange(self._exchange)
+        refuse_generate(module, self.sharding.forward_methods)
+        without_inference_mode(trainer)
+        self._begin_run()
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            _check_optimizers(module, self.optimizers)
+            check_manual_optimization(module, self)
         self.setup_precision_plugin()
 
     @override
     def teardown(self) -> None:
         """Forget the running exchange; the sharded module stays usable for the next fit or evaluation."""
         set_running_exchange(None)
+        if self.lightning_module is not None:
+            allow_generate(self.lightning_module)
         super().teardown()
 
     def _shard(self, module: pl.LightningModule) -> None:
-        meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-        if meta:
-            fix = "Build it with real tensors: no `torch.device('meta')`, no `init_module(empty_init=True)`."
-            raise ConfigurationError(
-                "model", "must have materialized parameters", f"meta tensors such as {meta[0]}", fix
-            )
         precision = self.precision_plugin
         plugin = precision if isinstance(precision, FSDP2Precision) else FSDP2Precision()
         self._precision_plugin = plugin
-        self.model = plugin.convert_module(module)
-        self.model_to_device()
-        check_equal_parameters(module, self.topology.token_group)
-        methods = [name for name in _STEP_METHODS if callable(getattr(module, name, None))] + self.forward_methods
-        blocks = find_blocks(module, self.blocks)
-        shard_module(
-            module, blocks, self._require_layout().shard_mesh, plugin.policy(), self.reshard_after_forward, methods
+        prepare_module(
+            module,
+            self._require_layout(),
+            plugin.policy(),
+            plugin.convert_module,
+            sharding=self.sharding,
+            checkpointing=self.activation_checkpointing,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+            device=self.root_device,
         )
+        methods = [name for name in _STEP_METHODS if callable(getattr(module, name, None))]
+        register_forward_methods(module, methods + self.sharding.forward_methods)
 
     def _require_layout(self) -> Layout:
         if self._layout is None:
@@ -224,128 +273,6 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
     def hang_report(self) -> str:
         """Where the exchanges stand, for the report of a run that hangs. Reads two counters, and waits for nothing."""
         return f"{self._exchange.count} attention calls began to exchange, {self._exchange.done} have"
-
-    # -- the step ----------------------------------------------------------------------------------------------------
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move the batch as Lightning does, then keep this rank's slice of the row."""
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        assert self._rows is not None
-        return self._rows.shard(batch, moved)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Start a new count of targets with each accumulation window: an epoch may have ended inside the last one."""
-        module = self.lightning_module
-        assert module is not None
-        begins = batch_idx % module.trainer.accumulate_grad_batches == 0
-        if self._token_mean is not None and module.automatic_optimization and begins:
-            self._token_mean.reset()
-        super().on_train_batch_start(batch, batch_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` and count the targets of its batch."""
-        assert self._token_mean is not None
-        step = super().training_step
-        return self._proving(
-            lambda: self._token_mean.training_step(lambda: step(*args, **kwargs), args[0])  # type: ignore[union-attr]
-        )
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``validation_step``, under the same sharding as training."""
-        step = super().validation_step
-        return self._proving(lambda: step(*args, **kwargs))
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``test_step``, under the same sharding as training."""
-        step = super().test_step
-        return self._proving(lambda: step(*args, **kwargs))
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``predict_step``, under the same sharding as training."""
-        step = super().predict_step
-        return self._proving(lambda: step(*args, **kwargs))
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step the optimizer; between the last backward and clipping the gradients become those of the token mean."""
-        assert self._token_mean is not None
-        assert self.lightning_module is not None
-        token_mean = self._token_mean
-        trainer = self.lightning_module.trainer
-        accumulate = trainer.accumulate_grad_batches if self.lightning_module.automatic_optimization else 1
-
-        def exact_closure() -> Any:
-            result = closure()
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            token_mean.scale_gradients(parameters, accumulate)
-            return result
-
-        return super().optimizer_step(optimizer, exact_closure, model, **kwargs)
-
-    @override
-    def on_validation_end(self) -> None:
-        """Free the root's gathered parameters, so that whoever reads parameters next sees the sharded ones."""
-        self._reshard()
-
-    @override
-    def on_test_end(self) -> None:
-        """Free the root's gathered parameters."""
-        self._reshard()
-
-    @override
-    def on_predict_end(self) -> None:
-        """Free the root's gathered parameters."""
-        self._reshard()
-
-    def _reshard(self) -> None:
-        if isinstance(self.lightning_module, FSDPModule):
-            self.lightning_module.reshard()
-
-    def _proving(self, step: Callable[[], Any]) -> Any:
-        """Run a step; the first one must have exchanged at least once if a row is shared."""
-        before = self._exchange.count
-        output = step()
-        if not self._exchange_proven:
-            if self._exchange.count == before:
-                raise ConfigurationError(
-                    "model",
-                    "must exchange sequence for heads in its attention at sequence_parallel_size > 1",
-                    "a first step without any exchange: each rank attended to its own fragment only",
-                    'Load a Hugging Face model with attn_implementation="longctx" (CausalLMModule does), or call'
-                    " `lightning_longctx.ulysses_attention(q, k, v, batch)` in your own attention.",
-                )
-            self._exchange_proven = True
-        return output
-
-
-def _check_optimizers(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> None:
-    if not module.automatic_optimization and len(optimizers) > 1:
-        raise ConfigurationError(
-            "configure_optimizers",
-            "must return one optimizer in manual optimization (the targets of a step belong to one update)",
-            f"{len(optimizers)} optimizers",
-            "Use one optimizer with several parameter groups.",
-        )
-
-
-def _without_inference_mode(trainer: pl.Trainer) -> None:
-    # FSDP2 saves and restores version counters of its parameters, which inference tensors do not have. It fails on
-    # GPUs only, so no CPU run would show it.
-    loops = (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop)
-    for loop in loops:
-        loop.inference_mode = False
 
 
 if "longctx_fsdp" not in StrategyRegistry:

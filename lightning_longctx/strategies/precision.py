@@ -14,9 +14,11 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.strategies.gradients import clip_by_norm
 
 __all__ = ["FSDP2Precision"]
 
@@ -55,9 +57,14 @@ class FSDP2Precision(Precision):
         """Cast floating parameters for ``bf16-true``. Buffers stay as they are."""
         if self.precision == "bf16-true":
             for parameter in module.parameters():
-                if parameter.is_floating_point():
+                if parameter.is_floating_point() and parameter.dtype != torch.bfloat16:
                     parameter.data = parameter.data.to(torch.bfloat16)
         return module
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over sharded and whole parameters together; PyTorch's own refuses a mixture."""
+        clip_by_norm(self.main_params(optimizer), float(clip_val))
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -56,6 +56,11 @@ WRONG_KEYS = [
     ("model.optimzer", {"lr": 1}, "Did you mean `model.optimizer`?"),
     ("model.optimizer.learning_rat", 1, "must be a setting of OptimizerSettings"),
     ("model.config_overrides", {"rope_thet": 1}, "Did you mean `rope_theta`?"),
+    (
+        "trainer.strategy",
+        {"class_path": "LongContextFSDPStrategy", "init_args": {"blocks": ["Block"]}},
+        "Did you mean `trainer.strategy.sharding.blocks`?",
+    ),
 ]
 
 

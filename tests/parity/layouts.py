@@ -78,33 +78,36 @@ def train_layout(
     steps: int,
     clip: float | None = None,
     mutate: Any = None,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fit ``steps`` steps in this process of ``world`` and return what the reference returns (from rank 0).
 
-    ``mutate`` is a context manager that breaks one part while the layout runs.
+    ``mutate`` is a context manager that breaks one part while the layout runs; ``options`` are further settings of the
+    strategy.
     """
     warnings.simplefilter("ignore")
     with mutate() if mutate is not None else nullcontext():
-        return _train(name, start_weights, world, sp, accumulate, steps, clip)
+        strategy = LongContextFSDPStrategy(sequence_parallel_size=sp, **(options or {}))
+        return _train(name, start_weights, world, strategy, accumulate, steps, clip)
 
 
 def _train(
     name: str,
     start_weights: dict[str, torch.Tensor],
     world: int,
-    sp: int,
+    strategy: LongContextFSDPStrategy,
     accumulate: int,
     steps: int,
     clip: float | None,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
     recorder = _Recorder()
-    rows = (world // sp) * accumulate * steps
+    rows = (world // strategy.sequence_parallel_size) * accumulate * steps
     module = _Module(CONFIGS[name], rows, start_weights)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=LongContextFSDPStrategy(sequence_parallel_size=sp),
+        strategy=strategy,
         max_steps=steps,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,

@@ -25,10 +25,10 @@ PLAINLY_WRONG = 1e-3
 def mesh_without_sequence_parallel():
     """Parameters sharded over data-parallel ranks only: ranks that share a row never reduce their gradients."""
 
-    def build(device_type, sp_size):
-        layout = build_layout(device_type, sp_size)
+    def build(device_type, sp_size, replicas):
+        layout = build_layout(device_type, sp_size, replicas)
         topology = replace(layout.topology, ranks_averaged=layout.topology.dp_size)
-        return replace(layout, shard_mesh=layout.mesh["data_parallel"], topology=topology)
+        return replace(layout, shard_mesh=layout.data_parallel, topology=topology)
 
     with mock.patch.object(fsdp2, "build_layout", build):
         yield

@@ -12,11 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_longctx import BatchContractError, ConfigurationError, ulysses_attention
 from lightning_longctx.batch import PackedSequence
+from lightning_longctx.strategies.agreement import _hash
 from lightning_longctx.strategies.attention import packed_attention
 from lightning_longctx.strategies.mesh import check_world
 from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.rows import RowSharder
-from lightning_longctx.strategies.shard import _hash, find_blocks
+from lightning_longctx.strategies.shard import find_blocks
 from lightning_longctx.strategies.ulysses import check_heads
 from lightning_longctx.topology import Topology
 from tests.helpers.batches import packed_batch
@@ -77,7 +78,7 @@ def test_blocks_of_an_own_model_are_the_outermost_list_with_the_most_parameters(
 
 def test_blocks_by_name():
     assert len(find_blocks(Tower(), ["Linear"])) == 9 + 12
-    with pytest.raises(ConfigurationError, match="must name classes of submodules") as caught:
+    with pytest.raises(ConfigurationError, match="must name classes of submodules or match their paths") as caught:
         find_blocks(Tower(), ["DecoderLayer"])
     assert "DecoderLayer" in str(caught.value)
 

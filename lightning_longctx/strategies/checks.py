@@ -1,0 +1,119 @@
+"""What is refused before any process is started, and what is compared between processes before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.strategies.agreement import package_versions, stable_text
+from lightning_longctx.strategies.mesh import node_crossings
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies.strategy import Strategy
+
+    from lightning_longctx.strategies.fsdp2 import LongContextFSDPStrategy
+
+__all__ = ["CheckingLauncher", "check_callbacks", "check_manual_optimization", "run_facts", "warn_of_crossings"]
+
+# Settings of the Trainer that change how ranks meet.
+_TRAINER_SETTINGS = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
+
+
+def check_callbacks(callbacks: Iterable[Callback], strategy: Strategy) -> None:
+    """Refuse callbacks that cannot work on sharded modules, and ask the others.
+
+    Args:
+        callbacks: the Trainer's. One with a method ``check_strategy(strategy)`` is asked.
+        strategy: the running one.
+
+    Raises:
+        ConfigurationError: a callback that copies the whole module, or one that refuses the strategy.
+    """
+    for callback in callbacks:
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ConfigurationError(
+                "trainer.callbacks",
+                "must not copy the module: FSDP2 modules cannot be deep-copied, and no rank could hold the copy",
+                type(callback).__name__,
+                "Leave it out, and average saved checkpoints after the run.",
+            )
+        check = getattr(callback, "check_strategy", None)
+        if callable(check):
+            check(strategy)
+
+
+def check_manual_optimization(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> None:
+    """Refuse what cannot be right when the module runs backward and the optimizer by itself.
+
+    Raises:
+        ConfigurationError: several optimizers, or gradients that are reduced in the last micro-batch only.
+    """
+    if module.automatic_optimization:
+        return
+    if len(strategy.optimizers) > 1:
+        raise ConfigurationError(
+            "configure_optimizers",
+            "must return one optimizer in manual optimization (the targets of a step belong to one update)",
+            f"{len(strategy.optimizers)} optimizers",
+            "Use one optimizer with several parameter groups.",
+        )
+    if strategy.sharding.reduce_gradients == "last_micro_batch":
+        raise ConfigurationError(
+            "strategy.sharding.reduce_gradients",
+            "must be every_micro_batch in manual optimization (which micro-batch is the last is not known)",
+            strategy.sharding.reduce_gradients,
+            "Leave it out.",
+        )
+
+
+def run_facts(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> dict[str, object]:
+    """Return what must be the same on every rank, by the name that a message uses."""
+    return {
+        **{f"version of {name}": text for name, text in package_versions().items()},
+        "trainer.strategy": type(strategy).__name__,
+        "strategy.sequence_parallel_size": strategy.sequence_parallel_size,
+        "strategy.data_parallel_replicate_size": strategy.data_parallel_replicate_size,
+        "strategy.activation_checkpointing": stable_text(strategy.activation_checkpointing),
+        "strategy.sharding": stable_text(strategy.sharding),
+        **{f"trainer.{name}": getattr(module.trainer, name) for name in _TRAINER_SETTINGS},
+        "model": type(module).__name__,
+        "the model's hyperparameters": stable_text(module.hparams),
+    }
+
+
+def warn_of_crossings(world_size: int, sequence_parallel_size: int, ranks_per_node: int) -> None:
+    """Warn, on rank 0, if ranks that share a row sit on several nodes."""
+    crossing = node_crossings(world_size, sequence_parallel_size, ranks_per_node)
+    if crossing:
+        rank_zero_warn(
+            f"{len(crossing)} sequence-parallel group(s), the first of ranks {crossing[0]}, cross nodes: the exchanges"
+            " of every layer wait for the network. Let `sequence_parallel_size` divide `devices`"
+            f" ({ranks_per_node}). `longctx fit --print_layout` shows the map."
+        )
+
+
+class CheckingLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of one process per device, which first lets the run be checked in this process alone.
+
+    Args:
+        launcher: the one that Lightning would use.
+        check: called with the Trainer; what it raises ends the run before a process is started.
+    """
+
+    def __init__(self, launcher: Any, check: Callable[[pl.Trainer], None]) -> None:
+        super().__init__(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+        self._check = check
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Check, then start the processes and call ``function``."""
+        if trainer is not None:
+            self._check(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
