@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.mesh import Layout, build_layout, check_world
 from lightning_longctx.strategies.precision import FSDP2Precision
+from lightning_longctx.strategies.refusals import check_token_mixing
 from lightning_longctx.strategies.rows import RowSharder
 from lightning_longctx.strategies.shard import check_equal_parameters, find_blocks, shard_module
 from lightning_longctx.strategies.ulysses import Exchange, check_heads, set_running_exchange
@@ -106,15 +107,17 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         self.check_model(model)
 
     def check_model(self, model: torch.nn.Module) -> None:
-        """Check the head counts that the model's configurations announce.
+        """Check the head counts that the model's configurations announce, and that only attention mixes tokens.
 
         Raises:
-            ConfigurationError: query heads that ``sequence_parallel_size`` does not divide.
+            ConfigurationError: query heads that ``sequence_parallel_size`` does not divide, or layers that would see a
+                shard where they need the whole row.
         """
         for module in model.modules():
             heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
             if isinstance(heads, int):
                 check_heads(heads, self.sequence_parallel_size)
+        check_token_mixing(model, self.sequence_parallel_size)
 
     @property
     @override

@@ -46,6 +46,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
         self.count = 0
 
 

@@ -45,7 +45,7 @@ def train(family: str, world_size: int, recompute: bool) -> dict[str, torch.Tens
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe", "cohere", "gemma2"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-moe", "cohere", "gemma2-windows", "mistral"])
 def test_two_ranks_of_a_row_equal_one_process(family: str, recompute: bool) -> None:
     start = CausalLMModule(config=FAMILIES[family])
     start.configure_model()
