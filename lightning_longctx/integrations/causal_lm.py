@@ -30,8 +30,10 @@ from lightning_longctx.integrations.optimization import (
     build_optimizer,
     learning_rate_factor,
 )
+from lightning_longctx.integrations.plain import PlainTwin
 from lightning_longctx.integrations.rotary import fix_longrope
 from lightning_longctx.integrations.router_loss import RouterLoss, find_router_loss, wants_router_loss
+from lightning_longctx.integrations.shrink import shrunk_config
 from lightning_longctx.loss import TokenLoss
 from lightning_longctx.strategies.ulysses import check_heads, running_exchange
 from lightning_longctx.topology import topology_of
@@ -201,6 +203,24 @@ class CausalLMModule(LightningModule):
         self.model = model
         count = sum(parameter.numel() for parameter in model.parameters())
         rank_zero_info(f"{type(model).__name__}: {count:,} parameters")
+
+    def for_cpu_check(self, full: bool) -> CausalLMModule:
+        """Return a module for ``longctx doctor``: of the same family and settings, on any attention core that runs.
+
+        Args:
+            full: keep the size and the pretrained weights; otherwise two small layers with random weights.
+        """
+        settings: dict[str, Any] = {**self.hparams, "attention_core": "auto", "init_seed": 0}
+        if not full:
+            config = shrunk_config(self.config)
+            config |= {"output_router_logits": True} if self.wants_router_loss else {}
+            settings |= {"config": config, "pretrained": None, "config_overrides": None, "loss_chunk_tokens": 16}
+        return CausalLMModule(**settings)
+
+    def plain_twin(self) -> PlainTwin:
+        """Return the model as transformers computes it, with copies of the weights: the reference of a comparison."""
+        assert self.model is not None, "configure_model() comes first"
+        return PlainTwin(self.model, self.router_loss)
 
     def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
         """Return ``loss`` (0-d, for backward) and ``per_token_loss`` (float32 ``[1, T/S]``) of a packed batch.
