@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,8 @@ class PlainTwin(nn.Module):
 
     def __init__(self, model: PreTrainedModel, router_loss: RouterLoss | None) -> None:
         super().__init__()
-        twin = type(model)._from_config(model.config, attn_implementation="eager", dtype=torch.float32)
+        config = copy.deepcopy(model.config)  # it is told the attention of the twin
+        twin = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
         twin.load_state_dict(model.state_dict())
         if hasattr(twin, "set_experts_implementation") and twin._can_set_experts_implementation():
             twin.set_experts_implementation("eager")

@@ -99,7 +99,7 @@ def _draw_row(chance: random.Random, tokens: int, may_ignore: bool) -> RowPlan:
     filled = tokens - chance.choice([0, 0, 1, tokens // 3])
     while sum(lengths) < filled:
         lengths.append(min(chance.randint(1, longest), filled - sum(lengths)))
-    if max(lengths) < 2:  # a row of single tokens has no target
+    if max(lengths) < 2 or (longest == tokens and chance.random() < 0.5):  # single tokens have no target
         lengths = [filled]
     half = tokens // 2
     start = chance.randint(0, tokens - 1)

@@ -70,10 +70,11 @@ def check_gradients(subject: Subject, group: Group, expected: Sequence[Reference
         worst: tuple[float, str, float] = (0.0, "", float("inf"))
         for number, (record, reference) in enumerate(zip(got, expected, strict=True)):
             if check == "loss":
-                error, where = abs(record.loss - reference.loss) / abs(reference.loss), f"step {number}"
+                pair = {"loss": torch.tensor(record.loss)}, {"loss": torch.tensor(reference.loss)}
+                error, where = largest_difference(*pair).error, f"step {number}"
             else:
                 error, where = largest_difference(record.gradients, reference.gradients, _FLOOR)
-            if not error <= worst[0]:
+            if error > worst[0]:
                 worst = (error, where, reference.margin)
         verdict = judge(worst[0], subject.tolerance, worst[2])
         sizes = (group.world_size, group.sp_size, group.accumulate, len(steps))

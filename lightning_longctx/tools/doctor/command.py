@@ -103,7 +103,7 @@ def _vocabulary(module: pl.LightningModule) -> int:
 
 def _groups(subject: Subject, options: DoctorOptions) -> list[Group]:
     """The layouts, without those that the number of heads forbids."""
-    sizes = [(world, sp) for world, sp in SIZES if _heads_allow(subject.module, sp)]
+    sizes = [(world, sp) for world, sp in SIZES if world <= options.processes and _heads_allow(subject.module, sp)]
     return draw_groups(sizes, options.layouts, options.seed, options.row_tokens)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -69,7 +70,7 @@ def largest_difference(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     worst = Difference(0.0, "")
     for name in sorted(got.keys() | expected.keys()):
         error = _error(got.get(name), expected.get(name), floor * largest)
-        if not error <= worst.error:  # also if it is not a number
+        if error > worst.error:
             worst = Difference(error, name)
     return worst
 
@@ -79,8 +80,9 @@ def _error(got: Tensor | None, expected: Tensor | None, least: float) -> float:
         present = got if expected is None else expected
         return float(present is not None and bool(present.any()))
     distance = float((got - expected).abs().max())
-    scale = max(float(expected.abs().max()), least)
-    return distance if distance == 0 else distance / max(scale, 1e-30)
+    if math.isnan(distance):
+        return math.inf  # so that it is the largest of all
+    return distance if distance == 0 else distance / max(float(expected.abs().max()), least, 1e-30)
 
 
 def judge(error: float, limit: float, margin: float = float("inf")) -> Verdict:

@@ -25,6 +25,7 @@ class DoctorOptions:
         tolerance: largest relative error of a gradient or loss. Default 1e-5: ten times what the order of fp32 sums
             gives in small models. Deep ones need more.
         row_tokens: tokens of a row. Default 48: 4 ranks divide it, and attention over it takes no time.
+        processes: the largest world. Default 4.
         timeout: seconds that the processes of one world may take. Default 600.
         json: file for all numbers; None for none.
         as_rank: set in the processes that the doctor starts: the file with what to do.
@@ -35,6 +36,7 @@ class DoctorOptions:
     seed: int = 0
     tolerance: float = 1e-5
     row_tokens: int = 48
+    processes: int = 4
     timeout: int = 600
     json: Path | None = None
     as_rank: Path | None = None
@@ -86,6 +88,7 @@ def _parser() -> _Parser:
     add("seed", type=_count, default=default.seed, help="of the layouts (%(default)s)")
     add("tolerance", type=_small, default=default.tolerance, help="largest relative error (%(default)s)")
     add("row-tokens", type=_tokens, default=default.row_tokens, help="tokens of a row (%(default)s)")
+    add("processes", type=int, choices=(1, 2, 4), default=default.processes, help="of the largest world (%(default)s)")
     add("timeout", type=_positive, default=default.timeout, help="seconds for each world (%(default)s)")
     add("json", type=Path, help="also write all numbers to this file")
     add("as-rank", type=Path, help=argparse.SUPPRESS)

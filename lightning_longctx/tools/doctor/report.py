@@ -13,7 +13,8 @@ __all__ = ["DoctorReport"]
 #: Raised when a key of the JSON form changes its name or meaning.
 JSON_VERSION = 1
 
-_HEAD = ("check", "processes", "dp", "sp", "accumulate", "layouts", "largest error", "at", "verdict")
+_CHECKS = ("loss", "gradients", "evaluation", "isolation", "causality", "resume")
+_HEAD = ("processes", "dp", "sp", "accumulate", "layouts", *_CHECKS, "verdict")
 
 
 @dataclass(frozen=True)
@@ -50,27 +51,54 @@ class DoctorReport:
             f"Reference: {facts['reference']}. {layouts} random layouts, seed {facts['seed']}, "
             f"tolerance {facts['tolerance']:g}, float32, {self.seconds:.0f} s.",
             "",
-            *_table([_HEAD, *(_row(finding) for finding in self.findings)]),
+            *_table([_HEAD, *(_row(findings) for findings in self._fits())]),
         ]
-        notes = dict.fromkeys(f"{finding.check}: {finding.note}." for finding in self.findings if finding.note)
-        lines += ["", *notes] if notes else []
+        worst = max((f for f in self.findings if f.check == "gradients"), key=_size, default=None)
+        if worst is not None:
+            lines += ["", f"The largest gradient error, {worst.error:.1e}, is that of `{worst.where}`.", ""]
+        lines += [_sentence(finding) for finding in self.findings if finding.verdict != "ok"]
         return "\n".join([*lines, "", self._verdict()])
+
+    def _fits(self) -> list[list[Finding]]:
+        """Findings by world and ranks of a row."""
+        fits: dict[tuple[int, int], list[Finding]] = {}
+        for finding in self.findings:
+            fits.setdefault((finding.world_size, finding.sp_size), []).append(finding)
+        return list(fits.values())
 
     def _verdict(self) -> str:
         ties = sum(finding.verdict == "tie" for finding in self.findings)
         tied = f" {ties} near-tie(s) of routing were counted as such." if ties else ""
         if not self.faults:
             return f"No fault: every layout gives what the reference gives.{tied}"
-        worst = max(self.faults, key=lambda finding: finding.error or 0.0)
-        error = "" if worst.error is None else f" ({worst.error:.1e})"
-        place = f"{worst.world_size} processes, sequence_parallel_size {worst.sp_size}"
-        return f"{len(self.faults)} fault(s). The worst: {worst.check} at {place}: {worst.where}{error}.{tied}"
+        return f"{len(self.faults)} fault(s).{tied}"
 
 
-def _row(finding: Finding) -> tuple[str, ...]:
-    error = "-" if finding.error is None else f"{finding.error:.1e}"
-    sizes = (finding.world_size, finding.world_size // finding.sp_size, finding.sp_size, finding.accumulate)
-    return (finding.check, *map(str, sizes), str(finding.layouts), error, finding.where or "-", finding.verdict)
+def _row(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """One fit: its sizes, the largest error of each check, and the worst verdict."""
+    first = next((finding for finding in findings if finding.check == "gradients"), findings[0])
+    errors = []
+    for check in _CHECKS:
+        found = [finding for finding in findings if finding.check == check]
+        worst = max(found, key=_size, default=None)
+        errors.append("-" if worst is None or worst.error is None else f"{worst.error:.1e}")
+    sizes = (first.world_size, first.world_size // first.sp_size, first.sp_size, first.accumulate, first.layouts)
+    verdicts = [finding.verdict for finding in findings]
+    worst_verdict = next(verdict for verdict in ("fault", "tie", "ok", "skipped") if verdict in verdicts)
+    return (*map(str, sizes), *errors, worst_verdict)
+
+
+def _sentence(finding: Finding) -> str:
+    place = f"{finding.world_size} process(es), sequence_parallel_size {finding.sp_size}"
+    error = "" if finding.error is None else f" {finding.error:.1e} at `{finding.where}`"
+    note = f": {finding.note}" if finding.note else ""
+    return f"- {finding.verdict}: {finding.check}{error} ({place}, accumulate {finding.accumulate}){note}"
+
+
+def _size(finding: Finding) -> float:
+    """Errors in order; what is not a number is the worst."""
+    error = -1.0 if finding.error is None else finding.error
+    return float("inf") if error != error else error
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
