@@ -21,7 +21,7 @@ from lightning_longctx.callbacks import TrainingMetrics
 from lightning_longctx.strategies import LongContextFSDPStrategy
 from lightning_longctx.topology import topology_of
 
-__all__ = ["StepRecord", "fresh", "make_trainer", "replica_rows", "run_steps", "strategy_like", "whole"]
+__all__ = ["Rows", "StepRecord", "fresh", "make_trainer", "replica_rows", "run_steps", "strategy_like", "whole"]
 
 
 class StepRecord(NamedTuple):
@@ -55,8 +55,12 @@ class _Recorder(Callback):
             self.steps.append(StepRecord(float(trainer.callback_metrics["train/loss"]), self._gradients))
 
 
-class _Rows:
-    """An iterable without a length, as a stream of documents gives it."""
+class Rows:
+    """An iterable without a length, as a stream of documents gives it.
+
+    Args:
+        rows: in order. As a list Lightning would take them for several loaders.
+    """
 
     def __init__(self, rows: Sequence[PackedBatch]) -> None:
         self._rows = rows
@@ -68,7 +72,7 @@ class _Rows:
 def replica_rows(rows: Sequence[PackedBatch], trainer: pl.Trainer, start: int = 0) -> Iterable[PackedBatch]:
     """The rows that this data-parallel rank reads; asked for when the processes are connected."""
     topology = topology_of(trainer)
-    return _Rows(rows[start + topology.dp_rank :: topology.dp_size])
+    return Rows(rows[start + topology.dp_rank :: topology.dp_size])
 
 
 def fresh(template: pl.LightningModule, rate: float = 0.0) -> pl.LightningModule:

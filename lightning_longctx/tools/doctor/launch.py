@@ -33,28 +33,30 @@ def run_world(words: Sequence[str], world_size: int, folder: Path, timeout: floa
     """
     port = _free_port()
     processes = [_start(words, rank, world_size, port, folder) for rank in range(world_size)]
-    deadline = time.monotonic() + timeout
-    failed: int | None = None
+    deadline, noticed = time.monotonic() + timeout, False
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        ended = [rank for rank, process in enumerate(processes) if process.poll()]
-        if failed is None and ended:
-            failed, deadline = ended[0], min(deadline, time.monotonic() + _GRACE)
+        if not noticed and any(process.poll() for process in processes):
+            noticed, deadline = True, min(deadline, time.monotonic() + _GRACE)
         time.sleep(0.05)
-    hanging = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    codes = [process.poll() for process in processes]
     for process in processes:
         if process.poll() is None:
             process.kill()
         process.wait()
-    if failed is None:
-        failed = next((rank for rank, process in enumerate(processes) if process.returncode), None)
-    if failed is None and not hanging:
+    if not any(codes) and None not in codes:
         return
-    rank = hanging[0] if failed is None else failed
-    what = f"no end within {timeout:g} s" if failed is None else f"exit code {processes[rank].returncode}"
-    tail = " | ".join(_log(folder, world_size, rank).read_text(errors="replace").splitlines()[-_TAIL:])
+    # Ranks other than 0 leave a mistake in the configuration to rank 0, so the longest output has the reason.
+    tails = {rank: _tail(_log(folder, world_size, rank)) for rank, code in enumerate(codes) if code or not any(codes)}
+    rank = max(tails, key=lambda rank: len(tails[rank]))
+    what = f"exit code {codes[rank]}" if codes[rank] else f"no end within {timeout:g} s"
+    got = f"{what}: {tails[rank]}"
     raise ConfigurationError(
-        f"rank {rank} of {world_size}", "must run to its end", f"{what}: {tail}", "Mend that, or raise --timeout."
+        f"rank {rank} of {world_size}", "must run to its end", got, "Mend that, or raise --timeout."
     )
+
+
+def _tail(log: Path) -> str:
+    return " | ".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
 
 
 def _start(words: Sequence[str], rank: int, world_size: int, port: int, folder: Path) -> subprocess.Popen[bytes]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_longctx.batch import PackedBatch, count_targets
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.doctor.cases import document_rows
-from lightning_longctx.tools.doctor.fits import fresh, make_trainer, whole
+from lightning_longctx.tools.doctor.fits import Rows, fresh, make_trainer, whole
 
 __all__ = ["PlainTwin", "Reference", "ReferenceStep", "reference_steps", "token_losses"]
 
@@ -114,7 +114,7 @@ class Reference:
         module = fresh(self._template)
         flat = [document for part in documents for document in part]
         trainer = make_trainer(SingleDeviceStrategy("cpu"), 1, 1, len(flat), collect)
-        module.train_dataloader = lambda: flat  # type: ignore[method-assign]
+        module.train_dataloader = lambda: Rows(flat)  # type: ignore[method-assign]
         module.val_dataloader = lambda: []  # type: ignore[method-assign]
         collect.ends = torch.tensor([len(part) for part in documents]).cumsum(0).tolist()
         with routing_margin(module) as margin:
@@ -162,7 +162,7 @@ class _TokenLosses(Callback):
 def _own_token_losses(module: pl.LightningModule, rows: Sequence[PackedBatch]) -> list[Tensor]:
     keep = _TokenLosses()
     trainer = make_trainer(SingleDeviceStrategy("cpu"), 1, 1, len(rows), keep)
-    module.train_dataloader = lambda: rows  # type: ignore[method-assign]
+    module.train_dataloader = lambda: Rows(rows)  # type: ignore[method-assign]
     module.val_dataloader = lambda: []  # type: ignore[method-assign]
     trainer.fit(module)
     return keep.losses
