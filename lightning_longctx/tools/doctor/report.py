@@ -55,8 +55,9 @@ class DoctorReport:
         ]
         worst = max((f for f in self.findings if f.check == "gradients"), key=_size, default=None)
         if worst is not None:
-            lines += ["", f"The largest gradient error, {worst.error:.1e}, is that of `{worst.where}`.", ""]
-        lines += [_sentence(finding) for finding in self.findings if finding.verdict != "ok"]
+            lines += ["", f"The largest gradient error, {worst.error:.1e}, is that of `{worst.where}`."]
+        others = [_sentence(finding) for finding in self.findings if finding.verdict != "ok"]
+        lines += ["", *others] if others else []
         return "\n".join([*lines, "", self._verdict()])
 
     def _fits(self) -> list[list[Finding]]:

@@ -24,6 +24,8 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def doctor(model: Any, *words: str) -> tuple[int, dict[str, Any]]:
     """Run; return the exit code and the JSON."""
     content: dict[str, Any] = {"trainer": {"accelerator": "gpu", "devices": 8}, "model": model}  # no GPU is asked for
+    if "class_path" not in model:
+        content["data"] = {"sources": {"code": "python-stdlib"}}  # never read
     Path("run.yaml").write_text(yaml.safe_dump(content))
     code = main(["doctor", "--config", "run.yaml", "--json", "found.json", *words])
     return code, json.loads(Path("found.json").read_text())
