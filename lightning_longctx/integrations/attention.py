@@ -92,6 +92,8 @@ def is_longctx(name: object) -> bool:
     return name in [attention_name(core) for core in (AUTO, *CORES)]
 
 
+# Opaque to a compiled block, as the exchange inside it: what it checks is Python, and rows differ in their documents.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def longctx_attention(
     module: nn.Module,
     query: Tensor,
