@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_longctx.batch import PackedSequence
@@ -193,16 +194,22 @@ def _check_positions(name: str, positions: Tensor | None, packed: PackedSequence
     if positions is None or positions.dim() != 2:  # not passed on to attention, or several axes (images)
         return
     exchange = running_exchange()
-    rank = 0 if exchange is None else exchange.rank
+    rank, group = (0, None) if exchange is None else (exchange.rank, exchange.group)
     bounds = packed.cu_seqlens.long()
     places = torch.arange(positions.shape[1], device=bounds.device) + rank * positions.shape[1]
     starts = bounds[torch.bucketize(places, bounds[1:-1], right=True)]
     wrong = (positions[0] != places - starts).nonzero()
+    count = torch.tensor([wrong.numel()], device=positions.device)
+    if group is not None:  # the first shard of a row may be right where the others are not: nobody waits for them
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+    if not int(count):
+        return
+    got = "others on another rank of the row"
     if wrong.numel():
         at = int(wrong[0])
         got = f"{int(positions[0, at])} at token {int(places[at])} of the row"
-        fix = "Pass `position_ids` of the whole row's documents: `model(**model_inputs(batch))`."
-        _refuse(name, "needs positions that restart at 0 in each document of the whole row", got, fix)
+    fix = "Pass `position_ids` of the whole row's documents: `model(**model_inputs(batch))`."
+    _refuse(name, "needs positions that restart at 0 in each document of the whole row", got, fix)
 
 
 def _refuse(layer: str, rule: str, got: object, fix: str) -> NoReturn:

@@ -167,6 +167,7 @@ def tiny() -> Any:
     return module.model
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same() -> None:
     batch = pack(make_documents(7, 1, 4))
     results = []
