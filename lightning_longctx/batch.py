@@ -7,7 +7,7 @@ document before that slice, since a shard cannot know the first token of the nex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "MAX_PADDING_DOCUMENT",
     "PAD_SOURCE_ID",
     "TOKEN_KEYS",
+    "HostBounds",
     "PackedBatch",
     "PackedSequence",
     "count_targets",
@@ -41,6 +42,24 @@ MAX_PADDING_DOCUMENT = 4096
 TOKEN_KEYS = ("input_ids", "shift_labels", "position_ids", "source_ids")
 
 
+class HostBounds:
+    """The document bounds of a row on the host, and what an attention core derives from them once a row.
+
+    With them no attention layer reads ``cu_seqlens`` back from the device. A plain object and no tuple, so that what
+    walks a call's arguments (FSDP2's casts, recompute) passes it on as it is, however many documents there are.
+
+    Args:
+        values: ``cu_seqlens`` as D+1 ints.
+
+    Attributes:
+        derived: kept by cores for the other layers of the same row, such as a block mask; by a key of their own.
+    """
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.values = tuple(values)
+        self.derived: dict[object, Any] = {}
+
+
 class PackedBatch(TypedDict):
     """One row of ``T`` tokens from ``D`` documents, on one of ``S`` sequence-parallel ranks. A plain dict.
 
@@ -55,6 +74,8 @@ class PackedBatch(TypedDict):
         document_keys: int64 ``[D, 2]``, whole, on the host. (source id, document number in the source); (-1, -1) for
             padding.
         loss_divisor: the token budget of a micro-batch; the same on every rank.
+
+    A row on a device may also have ``host_bounds``, its :class:`HostBounds`: the strategy adds them.
     """
 
     input_ids: Tensor
@@ -76,10 +97,16 @@ class PackedSequence(NamedTuple):
     Attributes:
         cu_seqlens: int32 ``[D+1]``, of the whole row (not of the shard).
         max_seqlen: the longest document of the whole row.
+        host: the bounds on the host, where the batch has them.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
+    host: HostBounds | None = None
+
+    def bounds(self) -> tuple[int, ...]:
+        """``cu_seqlens`` as ints; waits for the device where the batch came without ``host_bounds``."""
+        return tuple(self.cu_seqlens.tolist()) if self.host is None else self.host.values
 
 
 def is_packed_batch(batch: object) -> bool:
@@ -104,7 +131,7 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "input_ids": batch["input_ids"],
         "position_ids": batch["position_ids"],
-        "packed_sequence": PackedSequence(batch["cu_seqlens"], batch["max_seqlen"]),
+        "packed_sequence": PackedSequence(batch["cu_seqlens"], batch["max_seqlen"], batch.get("host_bounds")),
     }
 
 

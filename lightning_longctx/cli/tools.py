@@ -19,6 +19,7 @@ __all__ = ["TOOLS", "Configuration", "run_tool"]
 #: Name, what ``longctx --help`` says, and the module with ``main(words, read) -> int``.
 TOOLS = {
     "probe": ("show how the documents pack: no model, no accelerator", "lightning_longctx.tools.probe.command"),
+    "doctor": ("prove that a model trains alike in every layout", "lightning_longctx.tools.doctor.command"),
 }
 
 

@@ -2,35 +2,47 @@
 
 It goes in through transformers' own ``AttentionInterface``: no model code is touched, and a model takes it by
 ``attn_implementation="longctx"``. Document bounds reach it as the keyword ``packed_sequence`` of the model's forward.
-Whatever the attention core does not compute (windows, sinks, caps, dropout, masks) is refused here, because a model
-that trains without it would look fine and be wrong.
+Sliding windows are computed. Whatever the attention cores do not compute (sinks, caps, dropout, masks, biases) is
+refused here, because a model that trains without it would look fine and be wrong.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_longctx.batch import PackedSequence
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import require_transformers
-from lightning_longctx.strategies.ulysses import ulysses_attention
+from lightning_longctx.strategies.attention import AUTO, CORES
+from lightning_longctx.strategies.ulysses import running_exchange, ulysses_attention
 
 require_transformers()
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
-__all__ = ["ATTENTION_NAME", "AttentionProbe", "longctx_attention", "longctx_mask", "register_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionProbe",
+    "attention_name",
+    "is_longctx",
+    "longctx_attention",
+    "longctx_mask",
+    "register_attention",
+]
 
-#: The value of ``attn_implementation``.
+#: The value of ``attn_implementation`` with the fastest core that can.
 ATTENTION_NAME = "longctx"
 
 # Arguments that change what attention computes, with what to do about each. Models pass None where they do not use
 # them.
 _REFUSED = {
-    "sliding_window": "Write `config_overrides: {sliding_window: null}` to train with full attention.",
     "s_aux": "Attention sinks are not implemented: take another model.",
     "sinks": "Attention sinks are not implemented: take another model.",
     "softcap": "Write `config_overrides: {attn_logit_softcapping: null}`, or take another model.",
@@ -49,11 +61,40 @@ class AttentionProbe:
 
     Attributes:
         calls: the class name of each module that called, in order.
+        windows: the sliding window that each of them asked for, None for full attention.
     """
 
     calls: list[str] = field(default_factory=list)
+    windows: list[int | None] = field(default_factory=list)
 
 
+# Layers whose positions were right in their first call. Later calls are not looked at: that would wait for the device.
+_positions_seen: WeakSet[nn.Module] = WeakSet()
+
+
+def attention_name(core: str = AUTO) -> str:
+    """Return the value of ``attn_implementation`` for a core: ``longctx``, ``longctx_documents`` ...
+
+    Args:
+        core: as ``ulysses_attention`` takes it.
+
+    Raises:
+        ConfigurationError: an unknown core.
+    """
+    if core not in (AUTO, *CORES):
+        fix = "Correct the name."
+        raise ConfigurationError("model.attention_core", f"must be one of {', '.join([AUTO, *CORES])}", core, fix)
+    # transformers prepares masks of its own wherever a name has "flash" in it.
+    return ATTENTION_NAME if core == AUTO else f"{ATTENTION_NAME}_{core.replace('flash_attn', 'fa')}"
+
+
+def is_longctx(name: object) -> bool:
+    """Whether ``name`` is an ``attn_implementation`` of this module."""
+    return name in [attention_name(core) for core in (AUTO, *CORES)]
+
+
+# Opaque to a compiled block, as the exchange inside it: what it checks is Python, and rows differ in their documents.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def longctx_attention(
     module: nn.Module,
     query: Tensor,
@@ -63,6 +104,7 @@ def longctx_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     packed_sequence: PackedSequence | AttentionProbe | None = None,
+    core: str = AUTO,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document of the whole row, in the signature of transformers' attention functions.
@@ -76,36 +118,33 @@ def longctx_attention(
         scaling: factor of the scores. None: ``D ** -0.5``.
         dropout: must be 0: no core here drops attention weights, and ranks would need the same random numbers.
         packed_sequence: document bounds of the whole row, from ``model_inputs(batch)``.
-        kwargs: what else a model passes on. Arguments that change the result are refused unless None.
+        core: as ``ulysses_attention`` takes it.
+        kwargs: what else a model passes on. ``sliding_window`` is the number of tokens that a token sees, itself
+            included. Other arguments that change the result are refused unless None. ``position_ids`` are compared with
+            the document bounds in the first call of each layer.
 
     Returns:
         The output ``[1, T/S, H, Dv]``, local, and None for the weights.
 
     Raises:
-        ConfigurationError: no ``packed_sequence``, or an argument that the core does not implement.
+        ConfigurationError: no ``packed_sequence``, positions that are not those of the documents, or an argument that
+            the core does not implement.
     """
     name = type(module).__name__
     if packed_sequence is None:
         _refuse(
             name, "needs the keyword `packed_sequence`", "a call without it", "Call `model(**model_inputs(batch))`."
         )
-    if attention_mask is not None:
-        _refuse(
-            name, "takes no attention mask", "one", "Leave `attention_mask` out: packed rows have no padding to mask."
-        )
-    if dropout:
-        _refuse(name, "takes no attention dropout", dropout, "Write `config_overrides: {attention_dropout: 0.0}`.")
-    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        _refuse(name, "must be causal", "is_causal=False", "Take a causal language model.")
-    for argument, fix in _REFUSED.items():
-        if kwargs.get(argument) is not None:
-            got = kwargs[argument]
-            shown = f"a tensor {list(got.shape)}" if isinstance(got, Tensor) else got
-            _refuse(name, f"takes no `{argument}`", shown, fix)
+    _check_arguments(module, attention_mask, dropout, kwargs)
+    window: int | None = kwargs.get("sliding_window")
     if isinstance(packed_sequence, AttentionProbe):
         packed_sequence.calls.append(name)
+        packed_sequence.windows.append(window)
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
-    out = ulysses_attention(query, key, value, packed_sequence, scale=scaling)
+    if module not in _positions_seen:
+        _check_positions(name, kwargs.get("position_ids"), packed_sequence)
+        _positions_seen.add(module)
+    out = ulysses_attention(query, key, value, packed_sequence, scale=scaling, window=window, core=core)
     return out.transpose(1, 2).contiguous(), None  # [1, H, T/S, Dv] -> [1, T/S, H, Dv]
 
 
@@ -127,9 +166,50 @@ def longctx_mask(attention_mask: Tensor | None = None, **kwargs: Any) -> None:
 
 
 def register_attention() -> None:
-    """Register attention and mask under :data:`ATTENTION_NAME`. Importing this module does it; again is harmless."""
-    AttentionInterface.register(ATTENTION_NAME, longctx_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, longctx_mask)
+    """Register attention and mask under their names, one a core. Importing this module does it; again is harmless."""
+    for core in (AUTO, *CORES):
+        attend = longctx_attention if core == AUTO else partial(longctx_attention, core=core)
+        AttentionInterface.register(attention_name(core), attend)
+        AttentionMaskInterface.register(attention_name(core), longctx_mask)
+
+
+def _check_arguments(module: nn.Module, mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if mask is not None:
+        fix = "Leave `attention_mask` out: packed rows have no padding to mask."
+        _refuse(name, "takes no attention mask", "one", fix)
+    if dropout:
+        _refuse(name, "takes no attention dropout", dropout, "Write `config_overrides: {attention_dropout: 0.0}`.")
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        _refuse(name, "must be causal", "is_causal=False", "Take a causal language model.")
+    for argument, fix in _REFUSED.items():
+        if others.get(argument) is not None:
+            got = others[argument]
+            shown = f"a tensor {list(got.shape)}" if isinstance(got, Tensor) else got
+            _refuse(name, f"takes no `{argument}`", shown, fix)
+
+
+def _check_positions(name: str, positions: Tensor | None, packed: PackedSequence) -> None:
+    """A model that is not given positions counts them from 0 on every shard and through all documents."""
+    if positions is None or positions.dim() != 2:  # not passed on to attention, or several axes (images)
+        return
+    exchange = running_exchange()
+    rank, group = (0, None) if exchange is None else (exchange.rank, exchange.group)
+    bounds = packed.cu_seqlens.long()
+    places = torch.arange(positions.shape[1], device=bounds.device) + rank * positions.shape[1]
+    starts = bounds[torch.bucketize(places, bounds[1:-1], right=True)]
+    wrong = (positions[0] != places - starts).nonzero()
+    count = torch.tensor([wrong.numel()], device=positions.device)
+    if group is not None:  # the first shard of a row may be right where the others are not: nobody waits for them
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+    if not int(count):
+        return
+    got = "others on another rank of the row"
+    if wrong.numel():
+        at = int(wrong[0])
+        got = f"{int(positions[0, at])} at token {int(places[at])} of the row"
+    fix = "Pass `position_ids` of the whole row's documents: `model(**model_inputs(batch))`."
+    _refuse(name, "needs positions that restart at 0 in each document of the whole row", got, fix)
 
 
 def _refuse(layer: str, rule: str, got: object, fix: str) -> NoReturn:

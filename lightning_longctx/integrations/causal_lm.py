@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_longctx.batch import model_inputs
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import require_transformers
-from lightning_longctx.integrations.attention import ATTENTION_NAME
+from lightning_longctx.integrations.attention import attention_name, is_longctx
 from lightning_longctx.integrations.head import HeadTransform, head_loss, head_of, inspect_model
 from lightning_longctx.integrations.model_config import check_max_seq_len, check_supported, load_config
 from lightning_longctx.integrations.optimization import (
@@ -27,10 +27,14 @@ from lightning_longctx.integrations.optimization import (
     ScheduleSettings,
     build_optimizer,
 )
+from lightning_longctx.integrations.plain import PlainTwin
+from lightning_longctx.integrations.rotary import fix_longrope
+from lightning_longctx.integrations.router_loss import RouterLoss, find_router_loss, wants_router_loss
+from lightning_longctx.integrations.shrink import shrunk_config
 from lightning_longctx.integrations.weights import ModelWeights, shallow_model
 from lightning_longctx.loss import TokenLoss
 from lightning_longctx.strategies.initialization import fill_meta, meta_names
-from lightning_longctx.strategies.ulysses import check_heads
+from lightning_longctx.strategies.ulysses import check_heads, running_exchange
 from lightning_longctx.topology import topology_of
 
 require_transformers()
@@ -56,7 +60,9 @@ class CausalLMModule(LightningModule):
     process, 4 bytes x parameters of host memory.
 
     Steps return ``loss`` (for backward) and ``per_token_loss`` (float32 ``[1, T/S]``, local). Nothing is logged here:
-    ``TrainingMetrics`` logs ``train/loss``, ``val/loss`` and ``train/lr`` exactly, over all ranks.
+    ``TrainingMetrics`` logs ``train/loss``, ``val/loss`` and ``train/lr`` exactly, over all ranks. A mixture of experts
+    trains with its load-balancing loss over the whole row where ``config_overrides`` has a ``router_aux_loss_coef``, or
+    its configuration ``output_router_logits: true``.
 
     Args:
         config: a preset (``tiny-llama``, ``tiny-qwen3``, ``tiny-qwen3-moe``), a local directory with ``config.json``,
@@ -69,6 +75,8 @@ class CausalLMModule(LightningModule):
         schedule: the learning rate over the run. Default: constant, which needs no horizon.
         init_seed: seed of random weights. Default None: the run's seed (``seed_everything``), 0 if there is none.
         loss_chunk_tokens: tokens whose logits exist at a time. Default None: as many as make 2^24 logits (64 MiB).
+        attention_core: ``flash_attn``, ``varlen``, ``flex``, ``documents`` or, by default, ``auto``: the fastest that
+            can run on the device and dtype at hand.
 
     Raises:
         ConfigurationError: a configuration that cannot be read, or a model that this suite would train wrongly; before
@@ -94,6 +102,7 @@ class CausalLMModule(LightningModule):
         schedule: ScheduleSettings = _SCHEDULE,
         init_seed: int | None = None,
         loss_chunk_tokens: int | None = None,
+        attention_core: str = "auto",
     ) -> None:
         super().__init__()
         # Checkpoints keep plain containers only, so `load_from_checkpoint` hands these two back as mappings.
@@ -101,11 +110,14 @@ class CausalLMModule(LightningModule):
         self.schedule_settings = ScheduleSettings(**schedule) if isinstance(schedule, Mapping) else schedule
         self.config = load_config(config, pretrained, config_overrides)
         check_supported(self.config)
-        _check_router_loss(config, config_overrides)
+        given = config if isinstance(config, Mapping) else {}
+        self.wants_router_loss = wants_router_loss(self.config, given, config_overrides or {})
+        self.attention_name = attention_name(attention_core)
         self.pretrained = pretrained
         self.weights = ModelWeights(pretrained, init_seed)
         self.loss_chunk_tokens = loss_chunk_tokens
         self.head_transform = HeadTransform()
+        self.router_loss: RouterLoss | None = None
         self.model: PreTrainedModel | None = None
         self._tokenizer_home = pretrained if pretrained is not None else config if isinstance(config, str) else None
         self.save_hyperparameters(
@@ -117,6 +129,7 @@ class CausalLMModule(LightningModule):
                 "schedule": asdict(self.schedule_settings),
                 "init_seed": init_seed,
                 "loss_chunk_tokens": loss_chunk_tokens,
+                "attention_core": attention_core,
             }
         )
 
@@ -178,19 +191,21 @@ class CausalLMModule(LightningModule):
         """
         if self.model is not None:
             return
+        data = getattr(self._trainer, "datamodule", None)
+        config = fix_longrope(self.config, getattr(data, "max_seq_len", None))
         # A strategy that fills meta tensors gets them empty and asks block by block; others get the whole model.
         on_meta = self._may_stay_on_meta()
-        model = self.weights.build(self.config, ATTENTION_NAME, on_meta)
-        if model.config._attn_implementation != ATTENTION_NAME:
-            got = f"{type(model).__name__} with `{model.config._attn_implementation}`"
-            fix = "Take a model whose attention goes through transformers' AttentionInterface."
-            raise ConfigurationError("model", f"must use attention `{ATTENTION_NAME}`", got, fix)
+        model = self.weights.build(config, self.attention_name, on_meta)
+        self._check_attention(model)
         model.train()  # `from_pretrained` leaves it in evaluation mode
         self.model = model
         try:
             if not on_meta:
                 fill_meta(self, meta_names(self), self.fill_weights)
-            self.head_transform = inspect_model(shallow_model(self.config, ATTENTION_NAME) if on_meta else model)
+            shown = shallow_model(config, self.attention_name) if on_meta else model
+            self.head_transform = inspect_model(shown)
+            if self.wants_router_loss:
+                self.router_loss = find_router_loss(shown)
         except ConfigurationError:
             self.model = None
             raise
@@ -208,9 +223,36 @@ class CausalLMModule(LightningModule):
         assert self.model is not None
         self.weights.fill(self, self.model, names)
 
-    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Return ``loss`` (0-d, for backward) and ``per_token_loss`` (float32 ``[1, T/S]``) of a packed batch."""
-        return self._step(batch)
+    def for_cpu_check(self, full: bool) -> CausalLMModule:
+        """Return a module for ``longctx doctor``: of the same family and settings, on any attention core that runs.
+
+        Args:
+            full: keep the size and the pretrained weights; otherwise two small layers with random weights.
+        """
+        settings: dict[str, Any] = {**self.hparams, "attention_core": "auto", "init_seed": 0}
+        if not full:
+            config = shrunk_config(self.config)
+            config |= {"output_router_logits": True} if self.wants_router_loss else {}
+            settings |= {"config": config, "pretrained": None, "config_overrides": None, "loss_chunk_tokens": 16}
+        return CausalLMModule(**settings)
+
+    def plain_twin(self) -> PlainTwin:
+        """Return the model as transformers computes it, with copies of the weights: the reference of a comparison."""
+        assert self.model is not None, "configure_model() comes first"
+        return PlainTwin(self.model, self.router_loss)
+
+    def training_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+        """Return ``loss`` (0-d, for backward) and ``per_token_loss`` (float32 ``[1, T/S]``) of a packed batch.
+
+        With a router loss ``loss`` includes it, and ``extra_terms`` says how much it is.
+        """
+        if self.router_loss is None:
+            return self._step(batch)
+        out, router_logits = self._forward(batch, output_router_logits=True)
+        exchange = running_exchange()
+        term = self.router_loss(router_logits, batch, None if exchange is None else exchange.group)
+        terms = {"router_aux_loss": term}
+        return {"loss": out.loss + term, "per_token_loss": out.per_token_loss, "extra_terms": terms}
 
     def validation_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """As :meth:`training_step`."""
@@ -246,9 +288,7 @@ class CausalLMModule(LightningModule):
         Returns:
             The loss, its mean over this rank's targets, and the loss of each token.
         """
-        assert self.model is not None, "configure_model() comes first"
-        hidden = self.model.base_model(**model_inputs(batch), use_cache=False).last_hidden_state
-        return head_loss(self.head_transform, head_of(self.model), hidden, batch, self.loss_chunk_tokens)
+        return self._forward(batch)[0]
 
     def configure_optimizers(self) -> Any:
         """Return AdamW and, unless the rate is constant, its schedule, which advances once an update."""
@@ -281,7 +321,23 @@ class CausalLMModule(LightningModule):
             fix = "Put the tokenizer's files there, or name another tokenizer."
             raise ConfigurationError("data.tokenizer", "is `from_model` and must load", home, fix) from error
 
-    def _step(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _forward(self, batch: Mapping[str, Any], **options: bool) -> tuple[TokenLoss, tuple[Tensor, ...]]:
+        """The loss, and the router logits of each layer where they are asked for."""
+        assert self.model is not None, "configure_model() comes first"
+        self._check_attention(self.model)
+        out = self.model.base_model(**model_inputs(batch), use_cache=False, **options)
+        loss = head_loss(self.head_transform, head_of(self.model), out.last_hidden_state, batch, self.loss_chunk_tokens)
+        return loss, getattr(out, "router_logits", None) or ()
+
+    def _check_attention(self, model: PreTrainedModel) -> None:
+        """In each step too: somebody may have called ``set_attn_implementation`` since."""
+        name = model.config._attn_implementation
+        if not is_longctx(name):
+            got = f"{type(model).__name__} with `{name}`"
+            fix = "Take a model whose attention goes through transformers' AttentionInterface, and leave it as it was."
+            raise ConfigurationError("model", f"must use attention `{self.attention_name}`", got, fix)
+
+    def _step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         out = self.token_loss(batch)
         return {"loss": out.loss, "per_token_loss": out.per_token_loss}
 
@@ -322,11 +378,3 @@ def _tokens_per_step(trainer: Any) -> int:
             "model.schedule.over", "is `tokens` and needs the tokens of a batch", "none known", fix
         )
     return int(budget) * topology_of(trainer).dp_size * int(trainer.accumulate_grad_batches)
-
-
-def _check_router_loss(config: str | Mapping[str, Any] | None, overrides: Mapping[str, Any] | None) -> None:
-    for given in (config if isinstance(config, Mapping) else {}, overrides or {}):
-        if given.get("router_aux_loss_coef"):
-            fix = "Leave it out: routing then trains by the language-model loss alone."
-            got = given["router_aux_loss_coef"]
-            raise ConfigurationError("model.config.router_aux_loss_coef", "is not supported yet", got, fix)

@@ -72,8 +72,8 @@ def inspect_model(model: PreTrainedModel) -> HeadTransform:
         How logits follow from ``hidden @ head``.
 
     Raises:
-        ConfigurationError: no linear head, a head that does something else, attention that is not ours, or a layer that
-            mixes tokens by other means.
+        ConfigurationError: no linear head, a head that does something else, attention that is not ours, a window that
+            does not reach it, or a layer that mixes tokens by other means.
     """
     name, head = type(model).__name__, head_of(model)
     device = head.weight.device
@@ -88,9 +88,10 @@ def inspect_model(model: PreTrainedModel) -> HeadTransform:
         if largest > 0:
             hidden = hidden * (_PROBE_LOGIT / largest)
             product = linear(hidden, head.weight, head.bias)
-        before, logits = _probe(model, tokens, hidden)
-        after, _ = _probe(model, changed, hidden)
+        before, logits, probe = _probe(model, tokens, hidden)
+        after, _, _ = _probe(model, changed, hidden)
     _check_mixing(name, before, after)
+    _check_windows(name, getattr(model, "config", None), probe.windows)
     return _find_transform(name, getattr(model, "config", None), product, logits)
 
 
@@ -159,8 +160,8 @@ def _capped_loss(
     return out.loss, out.per_token_loss
 
 
-def _probe(model: PreTrainedModel, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the model; hand ``hidden`` to its head in place of its own hidden states. Return those and the logits."""
+def _probe(model: PreTrainedModel, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, AttentionProbe]:
+    """Run the model; hand ``hidden`` to its head in place of its own hidden states. Return those, logits and calls."""
     own: list[Tensor] = []
 
     def swap(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -182,7 +183,19 @@ def _probe(model: PreTrainedModel, tokens: Tensor, hidden: Tensor) -> tuple[Tens
         fix = "Take a model whose attention goes through transformers' AttentionInterface."
         got = f"{type(model).__name__}, which never called it"
         raise ConfigurationError("model", "must use attention `longctx`", got, fix)
-    return own[0].float(), logits.float()
+    return own[0].float(), logits.float(), probe
+
+
+def _check_windows(name: str, config: Any, windows: list[int | None]) -> None:
+    """A window that exists in the configuration alone would come from a mask, and packed rows have none."""
+    size = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windows)
+    expected = [size if kind == "sliding_attention" else None for kind in kinds]
+    if windows != expected:
+        got = f"{name}, whose {len(windows)} layers ask for {sorted({str(window) for window in windows})}"
+        fix = "Write `config_overrides: {sliding_window: null}` to train with full attention, or take another model."
+        rule = f"must have layers that ask attention for the sliding window of its configuration ({size})"
+        raise ConfigurationError("model", rule, got, fix)
 
 
 def _check_mixing(name: str, before: Tensor, after: Tensor) -> None:

@@ -32,9 +32,15 @@ _FIXED_KEYS = {"architectures", "auto_map", "model_type", "transformers_version"
 # Keys that models read from a configuration although some configuration classes do not declare them (Qwen3-MoE).
 _UNDECLARED_KEYS = {"head_dim"}
 
-# Rotary factors that are the same for every row. `dynamic` and `longrope` change them with the largest position seen,
-# which differs between shards of one row and between a long row and its short documents.
-_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
+# Rotary factors that are the same for every row, or can be made so (`longrope`: see rotary.py). `dynamic` changes them
+# with the largest position seen, which differs between shards of a row and between a long row and its short documents.
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", "longrope"}
+
+# What attention cores compute. Layers of any other type mix tokens in ways that see neither documents nor other ranks.
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+# Attention with sinks, which no configuration key tells.
+_MODELS_WITH_SINKS = {"gpt_oss"}
 
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -118,15 +124,23 @@ def check_supported(config: PretrainedConfig) -> None:
         config: the final configuration.
 
     Raises:
-        ConfigurationError: layers other than full attention, rotary factors that depend on the row, attention dropout,
-            a router auxiliary loss, or quantized weights.
+        ConfigurationError: layers other than full and sliding attention, sinks, capped scores, rotary factors that
+            depend on the row, attention dropout, or quantized weights.
     """
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         fix = (
             "Write `config_overrides: {layer_types: [full_attention, ...]}`, one for each layer, or take another model."
         )
-        raise ConfigurationError("model.config.layer_types", "must all be full_attention", sorted(kinds), fix)
+        rule = f"must all be of {sorted(_LAYER_TYPES)}"
+        raise ConfigurationError("model.config.layer_types", rule, sorted(kinds), fix)
+    if config.model_type in _MODELS_WITH_SINKS:
+        fix = "Attention sinks are not implemented: take another model."
+        raise ConfigurationError("model.config.model_type", "must be without attention sinks", config.model_type, fix)
+    if getattr(config, "attn_logit_softcapping", None):
+        fix = "Write `config_overrides: {attn_logit_softcapping: null}`, or take another model."
+        got = config.attn_logit_softcapping
+        raise ConfigurationError("model.config.attn_logit_softcapping", "must be null: cores do not cap", got, fix)
     for rotary in _rotary_dicts(getattr(config, "rope_parameters", None)):
         kind = rotary.get("rope_type", "default")
         if kind not in _ROPE_TYPES:
@@ -137,9 +151,6 @@ def check_supported(config: PretrainedConfig) -> None:
         if getattr(config, key, 0):
             fix = f"Write `config_overrides: {{{key}: 0.0}}`."
             raise ConfigurationError(f"model.config.{key}", "must be 0", getattr(config, key), fix)
-    if getattr(config, "output_router_logits", False):
-        fix = "Write `config_overrides: {output_router_logits: false}`: routing trains by the main loss alone."
-        raise ConfigurationError("model.config.output_router_logits", "must be false", "a router auxiliary loss", fix)
     if getattr(config, "quantization_config", None):
         fix = "Save the weights in bfloat16 or float32 first."
         raise ConfigurationError("model.config.quantization_config", "must be absent", "quantized weights", fix)

@@ -9,6 +9,7 @@ from lightning_longctx.integrations.attention import ATTENTION_NAME, longctx_att
 from lightning_longctx.integrations.causal_lm import CausalLMModule
 from lightning_longctx.integrations.optimization import OptimizerSettings, ScheduleSettings
 from lightning_longctx.integrations.presets import PRESETS
+from lightning_longctx.integrations.rotary import fix_longrope
 
 __all__ = [
     "ATTENTION_NAME",
@@ -16,6 +17,7 @@ __all__ = [
     "CausalLMModule",
     "OptimizerSettings",
     "ScheduleSettings",
+    "fix_longrope",
     "longctx_attention",
     "register_attention",
 ]

@@ -32,6 +32,7 @@ from lightning_longctx.strategies.evaluation import allow_generate, refuse_gener
 from lightning_longctx.strategies.mesh import Layout, build_layout, check_sizes, check_world, describe_layout
 from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.preparation import prepare_module
+from lightning_longctx.strategies.refusals import check_token_mixing
 from lightning_longctx.strategies.settings import ProcessSettings, ShardingSettings, as_settings
 from lightning_longctx.strategies.shard import register_forward_methods
 from lightning_longctx.strategies.steps import ExactSteps
@@ -145,15 +146,17 @@ class LongContextFSDPStrategy(ExactSteps):
             check_callbacks(model.trainer.callbacks, self)  # type: ignore[attr-defined]
 
     def check_model(self, model: torch.nn.Module) -> None:
-        """Check the head counts that the model's configurations announce.
+        """Check the head counts that the model's configurations announce, and that only attention mixes tokens.
 
         Raises:
-            ConfigurationError: query heads that ``sequence_parallel_size`` does not divide.
+            ConfigurationError: query heads that ``sequence_parallel_size`` does not divide, or layers that would see a
+                shard where they need the whole row.
         """
         for module in model.modules():
             heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
             if isinstance(heads, int):
                 check_heads(heads, self.sequence_parallel_size)
+        check_token_mixing(model, self.sequence_parallel_size)
 
     @property
     @override

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_longctx.batch import TOKEN_KEYS, is_packed_batch, validate_packed_batch
+from lightning_longctx.batch import TOKEN_KEYS, HostBounds, is_packed_batch, validate_packed_batch
 from lightning_longctx.errors import BatchContractError, ConfigurationError
 from lightning_longctx.topology import Topology
 
@@ -37,7 +37,8 @@ class RowSharder:
             moved: the same on the device.
 
         Returns:
-            A new dict whose per-token keys are ``[1, T/S]``. At sp 1 any batch passes, packed or not.
+            A new dict whose per-token keys are ``[1, T/S]``, with ``host_bounds``. At sp 1 any batch passes, packed or
+            not.
 
         Raises:
             ConfigurationError: sp > 1 with a batch that is not packed, or with rows that differ inside a group.
@@ -52,6 +53,8 @@ class RowSharder:
         if not packed:
             return moved
         whole = {**moved, "document_keys": batch["document_keys"]}
+        if batch["cu_seqlens"].device.type == "cpu":  # a loader's row: no attention layer has to read it back
+            whole["host_bounds"] = HostBounds(batch["cu_seqlens"].tolist())
         if self._left_to_check > 0:
             self._left_to_check -= 1
             self._check(whole)

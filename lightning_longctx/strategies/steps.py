@@ -139,17 +139,15 @@ class ExactSteps(ModelParallelStrategy):
             self.lightning_module.reshard()
 
     def _proving(self, step: Callable[[], Any]) -> Any:
-        """Run a step; the first one must have exchanged at least once if a row is shared."""
+        """Run a step; each must exchange at least once if a row is shared, unless the module skips its batch."""
         before = self._exchange.count
         output = step()
-        if not self._exchange_proven:
-            if self._exchange.count == before:
-                raise ConfigurationError(
-                    "model",
-                    "must exchange sequence for heads in its attention at sequence_parallel_size > 1",
-                    "a first step without any exchange: each rank attended to its own fragment only",
-                    'Load a Hugging Face model with attn_implementation="longctx" (CausalLMModule does), or call'
-                    " `lightning_longctx.ulysses_attention(q, k, v, batch)` in your own attention.",
-                )
-            self._exchange_proven = True
+        if not self._exchange_proven and self._exchange.count == before and output is not None:
+            raise ConfigurationError(
+                "model",
+                "must exchange sequence for heads in its attention at sequence_parallel_size > 1",
+                "a step without any exchange: each rank attended to its own fragment only",
+                'Load a Hugging Face model with attn_implementation="longctx" (CausalLMModule does), or call'
+                " `lightning_longctx.ulysses_attention(q, k, v, batch)` in your own attention.",
+            )
         return output

@@ -2,23 +2,24 @@
 
 Each of S ranks holds T/S tokens of every head. Attention needs all tokens of a head, so one all-to-all turns the row
 into T tokens of H/S heads, the core runs on whole documents, and a second all-to-all turns its output back. Paper:
-DeepSpeed Ulysses (arXiv 2309.14509). Communication per layer and rank is 2 x (H + Hkv) x T/S x D elements, whatever
-S.
+DeepSpeed Ulysses (arXiv 2309.14509). A rank hands 2 x (H + Hkv) x T/S x D elements to the exchanges of a layer's
+forward and as many to those of its backward, whatever S; where S does not divide Hkv, their least common multiple
+counts in place of Hkv. The share (S - 1) / S of it leaves the rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_longctx.batch import PackedSequence
+from lightning_longctx.batch import PackedSequence, model_inputs
 from lightning_longctx.errors import BatchContractError, ConfigurationError
-from lightning_longctx.strategies.attention import packed_attention
+from lightning_longctx.strategies.attention import AUTO, choose_core
 
 __all__ = [
     "Exchange",
@@ -46,6 +47,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
         self.count = 0
         self.done = 0
 
@@ -82,6 +84,8 @@ def check_heads(heads: int, sp_size: int) -> None:
         )
 
 
+# Documents and collectives differ from row to row: a compiled block breaks its graph here.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def ulysses_attention(
     query: Tensor,
     key: Tensor,
@@ -90,27 +94,31 @@ def ulysses_attention(
     group: dist.ProcessGroup | None = None,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    core: str = AUTO,
 ) -> Tensor:
     """Causal per-document attention over the whole row, from the shards of it that the ranks hold.
 
     Stands in the place of ``scaled_dot_product_attention(q, k, v, is_causal=True)`` in a user's own model; without
     sequence parallelism it is the per-document attention of a packed row. Rotary embeddings come before it, from
-    ``position_ids``.
+    ``position_ids``. There is no dropout: ranks would have to draw the same numbers for the heads they exchange.
 
     Args:
         query: ``[1, H, T/S, D]``, local.
         key: ``[1, Hkv, T/S, D]``, local; ``Hkv`` divides ``H``. Fewer heads than ranks are replicated.
-        value: ``[1, Hkv, T/S, D]``, local.
+        value: ``[1, Hkv, T/S, Dv]``, local. Its dtype is the one that is exchanged and computed in.
         batch: the packed batch or its :class:`PackedSequence`: document bounds of the WHOLE row.
         group: the ranks that share the row; None for the running strategy's.
         scale: of the scores; default ``D ** -0.5``.
+        window: a token sees itself and the ``window - 1`` tokens before it; default: its whole document up to itself.
+        core: ``flash_attn``, ``varlen``, ``flex``, ``documents``, or ``auto`` for the fastest one that can.
 
     Returns:
-        ``[1, H, T/S, D]``, local.
+        ``[1, H, T/S, Dv]``, local, in the dtype of ``value``.
 
     Raises:
-        ConfigurationError: ``H`` is not a multiple of the group's size.
-        BatchContractError: more than one row, or bounds that do not fit the tokens.
+        ConfigurationError: ``H`` is not a multiple of the group's size, or ``core`` cannot run here.
+        BatchContractError: more than one row, heads that do not divide, or bounds that do not fit the tokens.
 
     Example:
         >>> q = torch.randn(1, 2, 6, 4)
@@ -119,29 +127,42 @@ def ulysses_attention(
     """
     exchange = _running if group is None else Exchange(group)
     size = 1 if exchange is None else exchange.size
-    bounds = _bounds(query, batch, size)
+    packed = batch if isinstance(batch, PackedSequence) else model_inputs(batch)["packed_sequence"]
+    _check(query, key, packed, size, window)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings may have left float32 behind
     if exchange is None or exchange.group is None:
-        return packed_attention(query, key, value, bounds, scale)
-    check_heads(query.shape[1], size)
-    exchange.count += 1
-    with torch.profiler.record_function("longctx::exchange"):
-        query, key, value = _exchange_heads(query, key, value, exchange.group, size)
-    with torch.profiler.record_function("longctx::attention"):
-        output = packed_attention(query, key, value, bounds, scale)  # [1, H/S, T, D]
-    with torch.profiler.record_function("longctx::exchange"):
-        local = gather_heads_scatter_seq(output[0].transpose(0, 1), exchange.group)  # [T/S, H, D]
-    exchange.done += 1
-    return local.transpose(0, 1).unsqueeze(0)
+        parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [T, heads, D]
+        output = _attend(parts, packed, scale, window, core)
+    else:
+        check_heads(query.shape[1], size)
+        exchange.count += 1
+        with torch.profiler.record_function("longctx::exchange"):
+            parts = _exchange_heads(query, key, value, exchange.group, size)  # [T, heads/S, D]
+        output = _attend(parts, packed, scale, window, core)  # [T, H/S, Dv]
+        with torch.profiler.record_function("longctx::exchange"):
+            output = gather_heads_scatter_seq(output, exchange.group)  # [T/S, H, Dv]
+        exchange.done += 1
+    return output.transpose(0, 1).unsqueeze(0)
 
 
-def gather_seq_scatter_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange ``[T/S, H, D]`` (a shard of all heads) for ``[T, H/S, D]`` (some heads of the row). Differentiable."""
+def gather_seq_scatter_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Exchange shards of all heads for some heads of the whole row, in one all-to-all. Differentiable.
+
+    Args:
+        tensors: each ``[T/S, H_i, D]``; the group's size divides ``H_i``. One ``D`` and dtype for all.
+        group: the ranks that share the row.
+
+    Returns:
+        Each as ``[T, H_i/S, D]``, views of one tensor.
+    """
     size = dist.get_world_size(group)
-    tokens, heads, dim = tensor.shape
-    # [T/S, S, H/S, D] -> [S, T/S, H/S, D]: the first dimension says who gets it, and afterwards who sent it
-    sent = tensor.reshape(tokens, size, heads // size, dim).transpose(0, 1).contiguous()
-    received: Tensor = _AllToAll.apply(sent, group)  # type: ignore[no-untyped-call]
-    return received.reshape(size * tokens, heads // size, dim)
+    tokens, _, dim = tensors[0].shape
+    counts = [tensor.shape[1] // size for tensor in tensors]
+    # [T/S, H, D] -> [S, T/S, H/S, D]: the first dimension says who gets it, and afterwards who sent it
+    dealt = [tensor.reshape(tokens, size, -1, dim).transpose(0, 1) for tensor in tensors]
+    received: Tensor = _AllToAll.apply(torch.cat(dealt, dim=2), group)  # type: ignore[no-untyped-call]
+    return list(torch.split(received.flatten(0, 1), counts, dim=1))
 
 
 def gather_heads_scatter_seq(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -153,42 +174,44 @@ def gather_heads_scatter_seq(tensor: Tensor, group: dist.ProcessGroup) -> Tensor
     return received.transpose(0, 1).reshape(tokens // size, size * heads, dim)
 
 
-def _exchange_heads(
-    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One all-to-all for q, k and v: ``[1, H, T/S, D]`` to ``[1, H/S, T, D]``."""
+def _exchange_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+    """``[1, heads, T/S, D]`` to ``[T, heads/S, D]`` for q, k and v: one exchange, two where v has another width."""
     # Each key/value head is repeated in place until the ranks divide their number; query head h of rank r then finds
     # its own, since consecutive copies go to consecutive ranks just as consecutive query heads do.
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
-    parts = [part[0].transpose(0, 1) for part in (query, key, value)]  # [T/S, heads, D]
-    if value.shape[-1] != query.shape[-1]:
-        gathered = tuple(gather_seq_scatter_heads(part, group) for part in parts)
-    else:
-        tokens, _, dim = parts[0].shape
-        counts = [part.shape[1] // size for part in parts]
-        # [T/S, S, (H + 2 Hkv)/S, D]: for each rank its query, key and value heads side by side
-        fused = torch.cat([part.reshape(tokens, size, -1, dim) for part in parts], dim=2).flatten(1, 2)
-        gathered = torch.split(gather_seq_scatter_heads(fused, group), counts, dim=1)
-    first, second, third = (part.transpose(0, 1).unsqueeze(0) for part in gathered)
-    return first, second, third
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [T/S, heads, D]
+    if value.shape[-1] == query.shape[-1]:
+        return gather_seq_scatter_heads([query, key, value], group)
+    return [*gather_seq_scatter_heads([query, key], group), *gather_seq_scatter_heads([value], group)]
 
 
-def _bounds(query: Tensor, batch: Mapping[str, Any] | PackedSequence, size: int) -> list[int]:
-    cu_seqlens = batch.cu_seqlens if isinstance(batch, PackedSequence) else batch["cu_seqlens"]
+def _attend(parts: Sequence[Tensor], packed: PackedSequence, scale: float, window: int | None, core: str) -> Tensor:
+    query, key, value = parts
+    with torch.profiler.record_function("longctx::attention"):
+        return choose_core(core, query, value, window)(query, key, value, packed, scale, window)
+
+
+def _check(query: Tensor, key: Tensor, packed: PackedSequence, size: int, window: int | None) -> None:
     if query.dim() != 4 or query.shape[0] != 1:
         fix = "Pack documents into one row; use `micro_batch_size` for longer rows."
         raise BatchContractError("query", "must be one row [1, H, T/S, D]", list(query.shape), fix)
-    bounds: list[int] = cu_seqlens.tolist()
-    if bounds[-1] != query.shape[2] * size:
+    if query.shape[1] % key.shape[1]:
+        got = f"{query.shape[1]} query heads and {key.shape[1]}"
+        raise BatchContractError("key", "must have a number of heads that divides the query's", got, "Check the model.")
+    if window is not None and window < 1:
+        raise ConfigurationError("window", "must be positive", window, "Leave it out to see the whole document.")
+    if packed.host is None and packed.cu_seqlens.device.type != "cpu":
+        return  # reading the bounds would wait for the device in every layer
+    last = packed.bounds()[-1]
+    if last != query.shape[2] * size:
         raise BatchContractError(
             "cu_seqlens",
             f"must end at the row's length, {query.shape[2]} local tokens x {size} ranks",
-            bounds[-1],
+            last,
             "Bounds come from the unsharded row, and the row is sharded once: by LongContextFSDPStrategy.",
         )
-    return bounds
 
 
 class _AllToAll(torch.autograd.Function):

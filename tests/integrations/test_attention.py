@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,14 +12,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lightning_longctx.batch import PackedSequence
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.errors import BatchContractError, ConfigurationError
 from lightning_longctx.integrations.attention import (
     AttentionProbe,
+    attention_name,
+    is_longctx,
     longctx_attention,
     longctx_mask,
     register_attention,
 )
 from lightning_longctx.integrations.causal_lm import CausalLMModule
+from lightning_longctx.strategies.attention import CORES
+from tests.integrations.rows import make_documents, pack
 
 _TWO = PackedSequence(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
 
@@ -47,7 +52,6 @@ def test_layout_is_that_of_transformers() -> None:
         ({"mask": torch.ones(1, 1, 6, 6)}, "attention mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "causal"),
-        ({"sliding_window": 4}, "sliding_window"),
         ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"sinks": torch.zeros(4)}, "sinks"),
         ({"softcap": 50.0}, "softcap"),
@@ -76,6 +80,8 @@ def test_probe_records_and_computes_nothing() -> None:
     probe = AttentionProbe()
     out, _ = call(packed=probe)
     assert probe.calls == ["Identity"]
+    call(packed=probe, sliding_window=3)
+    assert probe.windows == [None, 3]
     assert out.shape == (1, 6, 4, 8)
     assert not out.any()
 
@@ -89,6 +95,10 @@ def test_mask_is_none_and_padding_is_refused() -> None:
 def test_registered_once_and_again() -> None:
     register_attention()
     assert AttentionInterface()["longctx"] is longctx_attention
+    assert AttentionInterface()["longctx_fa"].keywords == {"core": "flash_attn"}
+    assert {attention_name(core) for core in CORES} <= set(AttentionMaskInterface().valid_keys())
+    assert is_longctx("longctx_documents")
+    assert not is_longctx("sdpa")
     assert AttentionMaskInterface()["longctx"] is longctx_mask
 
 
@@ -105,3 +115,72 @@ def test_padding_mask_of_a_caller_is_refused() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ConfigurationError, match="attention_mask"):
         module.model(input_ids=ids, attention_mask=torch.ones_like(ids), packed_sequence=_TWO, use_cache=False)
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(6)[None]], ids=["none", "not restarted"])
+def test_packed_rows_without_positions_are_refused(positions: Any) -> None:
+    """Without positions a model counts from 0 through the whole shard: right for one document alone."""
+    ids = torch.zeros(1, 6, dtype=torch.long)
+    model = tiny()
+    with pytest.raises(ConfigurationError, match=r"restart at 0 in each document.*4 at token 4 of the row"):
+        model(input_ids=ids, position_ids=positions, packed_sequence=_TWO, use_cache=False)
+    right = torch.tensor([[0, 1, 2, 3, 0, 1]])
+    model(input_ids=ids, position_ids=right, packed_sequence=_TWO, use_cache=False)
+
+
+def test_several_rows_are_refused() -> None:
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1]]).expand(2, -1)
+    with pytest.raises(BatchContractError, match="must be one row"):
+        tiny()(input_ids=ids, position_ids=positions, packed_sequence=_TWO, use_cache=False)
+
+
+def test_attention_that_was_changed_after_set_up_is_refused() -> None:
+    module = CausalLMModule(config="tiny-llama")
+    module.configure_model()
+    batch = pack(make_documents(4, 2))
+    module.training_step(batch, 0)
+    module.model.set_attn_implementation("sdpa")
+    with pytest.raises(ConfigurationError, match="must use attention `longctx`.*LlamaForCausalLM with `sdpa`"):
+        module.training_step(batch, 0)
+
+
+def test_a_core_that_cannot_run_here_is_refused_and_one_that_can_is_used() -> None:
+    batch = pack(make_documents(4, 2))
+    module = CausalLMModule(config="tiny-llama", attention_core="flex")
+    module.configure_model()
+    with pytest.raises(ConfigurationError, match="`flex`.*no backward on a CPU"):
+        module.training_step(batch, 0)
+    with pytest.raises(ConfigurationError, match="attention_core"):
+        CausalLMModule(config="tiny-llama", attention_core="sdpa")
+    losses = []
+    for core in ("auto", "documents"):
+        module = CausalLMModule(config="tiny-llama", attention_core=core)
+        module.configure_model()
+        losses.append(module.training_step(batch, 0)["loss"])
+    assert torch.equal(*losses)
+
+
+def tiny() -> Any:
+    module = CausalLMModule(config="tiny-llama")
+    module.configure_model()
+    return module.model
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same() -> None:
+    batch = pack(make_documents(7, 1, 4))
+    results = []
+    for compiled in (False, True):
+        module = CausalLMModule(config="tiny-llama")
+        module.configure_model()
+        if compiled:
+            for layer in module.model.model.layers:
+                layer.compile(backend="eager")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler looks at what must not be looked at, and hides its warnings
+            out = module.training_step(batch, 0)
+        out["loss"].backward()
+        results.append([out["loss"].detach(), *(parameter.grad for parameter in module.parameters())])
+    for ours, plain in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, plain)

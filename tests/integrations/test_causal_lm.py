@@ -123,13 +123,6 @@ def test_data_that_fits_is_taken() -> None:
     make_trainer().fit(module, datamodule=Rows(max_seq_len=8192, vocab_size=None))
 
 
-@pytest.mark.parametrize("config", [{"model_type": "qwen3_moe", "router_aux_loss_coef": 0.01}, "tiny-qwen3-moe"])
-def test_router_loss_is_refused(config: Any) -> None:
-    overrides = {"router_aux_loss_coef": 0.01} if isinstance(config, str) else None
-    with pytest.raises(ConfigurationError, match="router_aux_loss_coef"):
-        CausalLMModule(config=config, config_overrides=overrides)
-
-
 class _Horizon(Callback):
     token_horizon = 10 * 100
 

@@ -100,12 +100,23 @@ def test_other_attention_is_refused() -> None:
             {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 4},
             "never called",
         ),
-        (FAMILIES["llama"] | {"model_type": "mistral", "sliding_window": 8}, "sliding_window"),
     ],
 )
 def test_families_that_attend_otherwise_are_refused(values: dict[str, Any], message: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values), attn_implementation="longctx")
     with pytest.raises(ConfigurationError, match=message):
+        inspect_model(model)
+
+
+def test_window_that_does_not_reach_the_attention_is_refused() -> None:
+    """As in a model that puts its window into the mask alone."""
+    model = make_model("mistral")
+    assert inspect_model(model) == HeadTransform()
+    model.config.sliding_window = 5
+    for layer in model.model.layers:
+        layer.self_attn.config = AutoConfig.for_model(**FAMILIES["mistral"] | {"sliding_window": None})
+        layer.self_attn.config._attn_implementation = "longctx"
+    with pytest.raises(ConfigurationError, match=r"sliding window of its configuration \(5\).*ask for \['None'\]"):
         inspect_model(model)
 
 

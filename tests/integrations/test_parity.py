@@ -33,6 +33,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": _SMALL | _FULL | {"model_type": "cohere", "logit_scale": 0.3},
     "gemma2": _SMALL | _FULL | {"model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": 3.0},
 }
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+FAMILIES |= {
+    "mistral": _SMALL | {"model_type": "mistral", "sliding_window": 4},
+    "qwen2-windows": _SMALL | _WINDOWS | {"model_type": "qwen2", "use_sliding_window": True},
+    "qwen3-windows": _SMALL | _WINDOWS | {"model_type": "qwen3", "use_sliding_window": True},
+    "gemma2-windows": FAMILIES["gemma2"] | _WINDOWS,
+}
 for _name in ("cohere",):
     del FAMILIES[_name]["layer_types"]
     del FAMILIES[_name]["head_dim"]

@@ -1,4 +1,4 @@
-"""The three tiny models of the proofs: random weights, 8 query and 2 key/value heads, fp32."""
+"""The tiny models of the proofs: random weights, 8 query and 2 key/value heads, fp32."""
 
 from __future__ import annotations
 
@@ -31,3 +31,5 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+# With its load-balancing loss, strong enough that a wrong one would show in every gradient.
+CONFIGS["qwen3_moe_balanced"] = {**CONFIGS["qwen3_moe"], "output_router_logits": True, "router_aux_loss_coef": 0.5}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.parity.models import CONFIGS
 from tests.parity.rows import documents_of, labels_of
@@ -17,11 +18,21 @@ MOMENTUM = 0.9
 
 
 def plain_model(name: str, seed: int) -> torch.nn.Module:
-    """The model with transformers' own eager attention."""
+    """The model with transformers' own eager attention, and a loop over experts where it has them."""
     config = dict(CONFIGS[name])
     config = AutoConfig.for_model(config.pop("model_type"), **config)
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    if "moe" in name:
+        model.set_experts_implementation("eager")
+    return model
+
+
+def router_loss(model: torch.nn.Module, row: int) -> torch.Tensor:
+    """Transformers' load-balancing loss over all tokens of a row: the logits of its documents one after another."""
+    outputs = [model(input_ids=document[None], output_router_logits=True) for document in documents_of(row)]
+    layers = tuple(torch.cat(parts) for parts in zip(*(out.router_logits for out in outputs), strict=True))
+    return load_balancing_loss_func(layers, model.config.num_experts, model.config.num_experts_per_tok)
 
 
 def step_loss(model: torch.nn.Module, rows: list[int]) -> tuple[torch.Tensor, int]:
@@ -46,8 +57,14 @@ def reference(name: str, rows_per_step: int, steps: int, clip: float | None = No
     for step in range(steps):
         optimizer.zero_grad()
         total, targets = step_loss(model, list(range(step * rows_per_step, (step + 1) * rows_per_step)))
-        (total / targets).backward()
         result["losses"].append(float(total.detach()) / targets)
+        if name == "qwen3_moe_balanced":
+            for row in range(step * rows_per_step, (step + 1) * rows_per_step):
+                weight = model.config.router_aux_loss_coef * sum(
+                    int((label[1:] != -100).sum()) for label in labels_of(row)
+                )
+                total = total + weight * router_loss(model, row)
+        (total / targets).backward()
         if step == 0:
             result["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))

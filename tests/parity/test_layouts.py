@@ -31,6 +31,18 @@ def test_qwen3_moe_equals_a_plain_process(world, sp, accumulate):
     check_layout("qwen3_moe", world, sp, accumulate)
 
 
+@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
+def test_a_router_loss_over_the_row_equals_a_plain_process(world, sp):
+    check_layout("qwen3_moe_balanced", world, sp, 3)
+
+
+def test_the_router_loss_reaches_every_gradient():
+    plain, balanced = (reference(name, 2, 1)["gradients"] for name in ("qwen3_moe", "qwen3_moe_balanced"))
+    routers = [name for name in plain if "gate.weight" in name]
+    assert len(routers) == 2
+    assert min(relative_error({n: balanced[n]}, {n: plain[n]}) for n in routers) > 0.1
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @pytest.mark.parametrize(("world", "sp"), [(2, 2), (4, 2), (4, 4)])
 def test_dense_models_equal_a_plain_process(name, world, sp):
@@ -70,4 +82,4 @@ def test_validation_loss_equals_a_plain_process(world, sp):
 
 
 def test_every_model_of_the_proofs_is_used():
-    assert set(CONFIGS) == {"llama", "qwen3", "qwen3_moe"}
+    assert set(CONFIGS) == {"llama", "qwen3", "qwen3_moe", "qwen3_moe_balanced"}

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from lightning_longctx.batch import PackedSequence
 from lightning_longctx.strategies import fsdp2, ulysses
 from lightning_longctx.strategies.mesh import build_layout
 from lightning_longctx.token_mean import TokenMean
@@ -50,12 +51,12 @@ def divisor_for_each_rank():
 @contextmanager
 def glued_documents():
     """Attention crosses document borders."""
-    original = ulysses._bounds
+    original = PackedSequence.bounds
 
-    def bounds(*args):
-        return [0, original(*args)[-1]]
+    def bounds(self):
+        return (0, original(self)[-1])
 
-    with mock.patch.object(ulysses, "_bounds", bounds):
+    with mock.patch.object(PackedSequence, "bounds", bounds):
         yield
 
 

@@ -51,6 +51,8 @@ class OwnModule(pl.LightningModule):
         return causal_lm_loss(x, self.head.weight, batch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for block in self.blocks:
+            block.exchanges &= batch_idx < self.options.get("exchanges until", 10**9)
         out = self.loss_of(batch)
         if not self.automatic_optimization:
             return self._manual(out, batch_idx)

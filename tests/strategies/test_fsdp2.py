@@ -111,7 +111,8 @@ def test_manual_optimization_with_one_optimizer_gives_the_exact_mean():
 @pytest.mark.parametrize(
     ("module_options", "message"),
     [
-        ({"exchanges": False}, "first step without any exchange"),
+        ({"exchanges": False}, "a step without any exchange"),
+        ({"exchanges until": 1}, "a step without any exchange"),
         ({"output": "mean only"}, "must return a dict with `loss` and `per_token_loss`"),
         ({"output": "wrong loss"}, "must equal per_token_loss.sum() / loss_divisor"),
         ({"own rows": True}, "must give the ranks of a sequence-parallel group the same row"),

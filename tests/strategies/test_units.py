@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_longctx import BatchContractError, ConfigurationError, ulysses_attention
-from lightning_longctx.batch import PackedSequence
+from lightning_longctx import BatchContractError, ConfigurationError
 from lightning_longctx.strategies.agreement import _hash
-from lightning_longctx.strategies.attention import packed_attention
 from lightning_longctx.strategies.mesh import check_world
 from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.rows import RowSharder
@@ -131,33 +128,6 @@ def test_a_row_that_sp_does_not_divide_is_refused():
 
 def test_any_batch_passes_without_sequence_parallelism():
     assert RowSharder(Topology()).shard("anything", "anything") == "anything"
-
-
-# -- attention -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_equals_a_masked_softmax(kv_heads):
-    bounds = [0, 5, 6, 13]
-    query = torch.randn(1, 4, 13, 8, dtype=torch.float64)
-    key, value = (torch.randn(1, kv_heads, 13, 8, dtype=torch.float64) for _ in range(2))
-    document = torch.bucketize(torch.arange(13), torch.tensor(bounds[1:]), right=True)
-    allowed = (document[:, None] == document[None]) & torch.ones(13, 13).tril().bool()
-    scores = query @ key.repeat_interleave(4 // kv_heads, 1).transpose(-1, -2) * 0.25
-    expected = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ value.repeat_interleave(4 // kv_heads, 1)
-    torch.testing.assert_close(packed_attention(query, key, value, bounds, scale=0.25), expected)
-
-
-def test_bounds_that_do_not_fit_the_tokens_are_refused():
-    query = torch.randn(1, 2, 6, 4)
-    with pytest.raises(BatchContractError, match="must end at the row's length, 6 local tokens x 1 ranks"):
-        ulysses_attention(query, query, query, PackedSequence(torch.tensor([0, 12], dtype=torch.int32), 12))
-
-
-def test_several_rows_are_refused():
-    query = torch.randn(2, 2, 6, 4)
-    with pytest.raises(BatchContractError, match="must be one row"):
-        ulysses_attention(query, query, query, PackedSequence(torch.tensor([0, 6], dtype=torch.int32), 6))
 
 
 # -- precision -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""What the doctor found, as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_longctx.tools.doctor.compare import Finding
+
+__all__ = ["DoctorReport"]
+
+#: Raised when a key of the JSON form changes its name or meaning.
+JSON_VERSION = 1
+
+_CHECKS = ("loss", "gradients", "evaluation", "isolation", "causality", "resume")
+_HEAD = ("processes", "dp", "sp", "accumulate", "layouts", *_CHECKS, "verdict")
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """Everything that was found.
+
+    Attributes:
+        facts: what was examined: model, size, reference, tolerance, seed.
+        findings: in the order in which they were made.
+        seconds: the whole examination.
+    """
+
+    facts: dict[str, Any]
+    findings: Sequence[Finding]
+    seconds: float
+
+    @property
+    def faults(self) -> list[Finding]:
+        """What is wrong."""
+        return [finding for finding in self.findings if finding.verdict == "fault"]
+
+    def to_plain(self) -> dict[str, Any]:
+        """All numbers, for ``--json``."""
+        findings = [asdict(finding) for finding in self.findings]
+        return {"version": JSON_VERSION, "facts": self.facts, "findings": findings, "seconds": round(self.seconds, 1)}
+
+    def to_text(self) -> str:
+        """The report as Markdown that is readable in a terminal."""
+        facts = self.facts
+        layouts = sum(finding.layouts for finding in self.findings if finding.check == "gradients")
+        lines = [
+            f"# longctx doctor: {facts['model']} ({facts['size']}, {facts['parameters']:,} parameters)",
+            "",
+            f"Reference: {facts['reference']}. {layouts} random layouts, seed {facts['seed']}, "
+            f"tolerance {facts['tolerance']:g}, float32, {self.seconds:.0f} s.",
+            "",
+            *_table([_HEAD, *(_row(findings) for findings in self._fits())]),
+        ]
+        worst = max((f for f in self.findings if f.check == "gradients"), key=_size, default=None)
+        if worst is not None:
+            lines += ["", f"The largest gradient error, {worst.error:.1e}, is that of `{worst.where}`."]
+        others = [_sentence(finding) for finding in self.findings if finding.verdict != "ok"]
+        lines += ["", *others] if others else []
+        return "\n".join([*lines, "", self._verdict()])
+
+    def _fits(self) -> list[list[Finding]]:
+        """Findings by world and ranks of a row."""
+        fits: dict[tuple[int, int], list[Finding]] = {}
+        for finding in self.findings:
+            fits.setdefault((finding.world_size, finding.sp_size), []).append(finding)
+        return list(fits.values())
+
+    def _verdict(self) -> str:
+        ties = sum(finding.verdict == "tie" for finding in self.findings)
+        tied = f" {ties} near-tie(s) of routing were counted as such." if ties else ""
+        if not self.faults:
+            return f"No fault: every layout gives what the reference gives.{tied}"
+        return f"{len(self.faults)} fault(s).{tied}"
+
+
+def _row(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """One fit: its sizes, the largest error of each check, and the worst verdict."""
+    first = next((finding for finding in findings if finding.check == "gradients"), findings[0])
+    errors = []
+    for check in _CHECKS:
+        found = [finding for finding in findings if finding.check == check]
+        worst = max(found, key=_size, default=None)
+        errors.append("-" if worst is None or worst.error is None else f"{worst.error:.1e}")
+    sizes = (first.world_size, first.world_size // first.sp_size, first.sp_size, first.accumulate, first.layouts)
+    verdicts = [finding.verdict for finding in findings]
+    worst_verdict = next(verdict for verdict in ("fault", "tie", "ok", "skipped") if verdict in verdicts)
+    return (*map(str, sizes), *errors, worst_verdict)
+
+
+def _sentence(finding: Finding) -> str:
+    place = f"{finding.world_size} process(es), sequence_parallel_size {finding.sp_size}"
+    error = "" if finding.error is None else f" {finding.error:.1e} at `{finding.where}`"
+    note = f": {finding.note}" if finding.note else ""
+    return f"- {finding.verdict}: {finding.check}{error} ({place}, accumulate {finding.accumulate}){note}"
+
+
+def _size(finding: Finding) -> float:
+    """Errors in order; what is not a number is the worst."""
+    error = -1.0 if finding.error is None else finding.error
+    return float("inf") if error != error else error
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

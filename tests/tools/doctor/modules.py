@@ -1,0 +1,48 @@
+"""Modules as users have them: a right one, and two whose faults no set-up check can see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_longctx.loss import causal_lm_loss
+from tests.strategies.own_model import OwnModule
+
+
+class Right(OwnModule):
+    """Exchanges in all blocks."""
+
+
+class OneBlockForgets(OwnModule):
+    """Its second block attends with PyTorch: across documents, and to the tokens of its own rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].exchanges = False
+
+
+class Shifts(OwnModule):
+    """Mixes each token with the one before it, which lies on another rank at the border of a shard."""
+
+    def loss_of(self, batch: Any) -> Any:
+        x = self.embedding(batch["input_ids"])
+        x = x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1] * (batch["position_ids"] > 0)[..., None]
+        for block in self.blocks:
+            x = block(x, batch)
+        return causal_lm_loss(x, self.head.weight, batch)
+
+
+class Silent(OwnModule):
+    """Returns nothing in validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss_of(batch).mean
+
+
+class Manual(OwnModule):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=1)
