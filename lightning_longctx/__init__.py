@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch, PackedSequence, model_inputs
-from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics
+from lightning_longctx.callbacks import AsyncDCPCheckpoint, CheckpointOptions, ExactTokenMean, TrainingMetrics
 from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.errors import BatchContractError, CheckpointError, ConfigurationError, DataError
 from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORE_INDEX",
     "PAD_SOURCE_ID",
+    "AsyncDCPCheckpoint",
     "BatchContractError",
     "CausalLMModule",
     "CheckpointError",
+    "CheckpointOptions",
     "ConfigurationError",
     "DataError",
     "DynamicBatchingDataModule",

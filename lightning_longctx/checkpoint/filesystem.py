@@ -101,6 +101,7 @@ class ChecksumStream:
         self._filesystem = filesystem
         self._path = path
         self._file = path.open("xb", buffering=0)
+        self._error: BaseException | None = None
         self._held = bytearray()  # torch writes a tensor in about thirty pieces of a few bytes
         self.size = 0
         self.crc32 = 0
@@ -124,10 +125,14 @@ class ChecksumStream:
             self._write_piece(memoryview(held))
 
     def _write_piece(self, piece: memoryview) -> None:
-        self._filesystem.before("write", self._path)
-        done = 0
-        while done < len(piece):  # an unbuffered file may take less than it was given
-            done += self._file.write(piece[done:]) or 0
+        try:
+            self._filesystem.before("write", self._path)
+            done = 0
+            while done < len(piece):  # an unbuffered file may take less than it was given
+                done += self._file.write(piece[done:]) or 0
+        except BaseException as error:
+            self._error = error
+            raise
         self.crc32 = zlib.crc32(piece, self.crc32)
 
     def tell(self) -> int:
@@ -142,6 +147,8 @@ class ChecksumStream:
 
     def __exit__(self, kind: object, *rest: object) -> None:
         try:
+            if self._error is not None:  # torch's writer turns it into one about positions in a file
+                raise self._error
             if kind is None:
                 self._release()
                 self._filesystem.before("fsync", self._path)

@@ -34,7 +34,7 @@ from lightning_longctx.datamodules.sizes import (
     row_budget,
 )
 from lightning_longctx.datamodules.sources import Source, SourceSettings
-from lightning_longctx.datamodules.state import restore_state, saved_state
+from lightning_longctx.datamodules.state import join_states, restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
@@ -319,20 +319,21 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             return own
         gathered: list[Any] = [None] * self._topology.world_size
         dist.all_gather_object(gathered, own, group=self._topology.host_group)
-        ranks: dict[int, Any] = {}
-        for state in gathered:
-            ranks |= state.get("ranks", {})
-        return {**own, **next((state for state in gathered if state), {}), "ranks": ranks} if ranks else {}
+        return join_states(gathered)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state, on the same or another number of ranks.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned, or ``{"local_states": [...]}`` with what
+                :meth:`local_state_dict` returned on each rank.
 
         Raises:
             ConfigurationError: the sources, their weights, the seed or the order changed, or the state lacks ranks.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # validating a checkpoint must not move the training data
-        self._to_restore = state_dict
+        self._to_restore = join_states(state_dict["local_states"]) if "local_states" in state_dict else state_dict
         if self._ledger is None:
             return
         stale = self._ledger.has_produced

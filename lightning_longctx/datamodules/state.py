@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning_longctx.datamodules.rows import RowSettings, RowState
@@ -10,7 +10,7 @@ from lightning_longctx.datamodules.sources import IndexableSource
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology
 
-__all__ = ["restore_state", "saved_state"]
+__all__ = ["join_states", "restore_state", "saved_state"]
 
 # Raised when the form changes, so that an old state is refused instead of misread.
 _VERSION = 1
@@ -25,6 +25,15 @@ def saved_state(state: RowState, settings: RowSettings) -> dict[str, Any]:
         "order": _order(settings),
         "ranks": {state.dp_rank: state.to_plain(by_value)},
     }
+
+
+def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of those of several ranks; ranks that read nothing have an empty one."""
+    read = [state for state in states if state]
+    ranks: dict[int, Any] = {}
+    for state in read:
+        ranks |= state["ranks"]
+    return {**read[0], "ranks": ranks} if read else {}
 
 
 def restore_state(saved: Mapping[str, Any], settings: RowSettings, topology: Topology) -> RowState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.strategies.checkpoints import load_any_checkpoint
 from lightning_longctx.strategies.mesh import Layout, build_layout, check_world
 from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.rows import RowSharder
@@ -69,6 +71,8 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
 
     #: Capability that callbacks ask for: gradients are already those of the exact token mean.
     applies_token_mean = True
+    #: Capability: checkpoint directories of this package are read here, onto any layout.
+    reads_checkpoint_directories = True
 
     def __init__(
         self,
@@ -193,6 +197,12 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         """Forget the running exchange; the sharded module stays usable for the next fit or evaluation."""
         set_running_exchange(None)
         super().teardown()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint of this package, of stock Lightning as one file, or as a sharded directory."""
+        assert self.lightning_module is not None
+        return load_any_checkpoint(self, Path(self.broadcast(checkpoint_path)), super().load_checkpoint)
 
     def _shard(self, module: pl.LightningModule) -> None:
         meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
