@@ -22,6 +22,8 @@ from lightning_longctx.callbacks.checkpoint_report import CheckpointReport
 from lightning_longctx.callbacks.checkpoint_resume import Resumed
 from lightning_longctx.callbacks.checkpoint_schedule import Schedule
 from lightning_longctx.callbacks.checkpoint_signals import StopSignals, requeue
+from lightning_longctx.checkpoint.discovery import find_latest
+from lightning_longctx.checkpoint.export import export_checkpoint
 from lightning_longctx.checkpoint.layout import OPTIMIZER, WEIGHTS
 from lightning_longctx.checkpoint.retention import Retention
 from lightning_longctx.checkpoint.scores import write_score
@@ -134,6 +136,7 @@ class CheckpointRun:
             self._save(must_resume=True)
         self._drain()
         self._report.summarize()
+        self._export()
         self._close()
         self._writer.close()
 
@@ -220,6 +223,13 @@ class CheckpointRun:
         if failed:
             fix = "See the message of that rank; earlier checkpoints are untouched."
             raise CheckpointError(str(self._plan.folder), "must be written on every rank", "an error on one", fix)
+
+    def _export(self) -> None:
+        output = self._plan.options.export_hf_at_end
+        found = find_latest(self._plan.folder, resumable=False, deep_bytes=0) if output else None
+        if output and found is not None and self._trainer.is_global_zero:
+            export_checkpoint(found.path, output)
+            rank_zero_info(f"Exported {found.path.name} to {output}")
 
     def _stop(self, interrupt: bool, wants_queue: bool) -> None:
         """Save, wait for the commit, and end the run: on all ranks at the same step."""

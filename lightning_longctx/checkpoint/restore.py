@@ -184,6 +184,14 @@ class OpenCheckpoint:
         }
         return state
 
+    def joined_data_state(self) -> Any:
+        """The data state of all ranks, as a data module takes it on any layout."""
+        data = self.rank_extra(0)["data"]
+        if not data["local"]:
+            return data["state"]
+        states = [self.rank_extra(rank)["data"]["state"] for rank in range(len(self.commit.ranks))]
+        return {LOCAL_STATES: [state for state in states if state]}
+
     def _data_state(self, data: Mapping[str, Any], topology: Topology, same: bool) -> Any:
         if not data["local"]:
             return data["state"]

@@ -23,6 +23,7 @@ __all__ = [
     "load_optimizer",
     "optimizer_state",
     "parameter_names",
+    "saved_optimizer_state",
     "split_tensors",
     "trainable_names",
 ]
@@ -172,6 +173,27 @@ def load_named_optimizer_state(directory: TensorDirectory, number: int, optimize
         for group in optimizer.state_dict()["param_groups"]
     ]
     load_optimizer(directory, number, {"state": {}, "param_groups": groups}, optimizer, module)
+
+
+def saved_optimizer_state(directory: TensorDirectory, number: int, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """One optimizer's state as ``optimizer.state_dict()`` would give it, whole, on the host.
+
+    Args:
+        directory: the optimizer slot.
+        number: which optimizer.
+        saved: its entry of what :func:`optimizer_state` returned beside the tensors.
+    """
+    found, plain = _saved_entries(directory, number), saved["state"]
+    state, groups, index = dict[int, Any](), [], 0
+    for group in saved["param_groups"]:
+        members = list(range(index, index + len(group["params"])))
+        groups.append({**group, "params": members})
+        index += len(members)
+        for member, name in zip(members, group["params"], strict=True):
+            tensors = {key: directory.read(path) for key, path in found.get(name, {}).items()}
+            if entry := {**tensors, **plain.get(name, {})}:
+                state[member] = entry
+    return {"state": state, "param_groups": groups}
 
 
 def _names_by_number(number: int, optimizer: Optimizer, names: Mapping[Parameter, str]) -> dict[int, str]:

@@ -1,0 +1,98 @@
+"""What the strategy loads besides its own: stock Lightning's single file and sharded directory, without running code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+
+from lightning_longctx import CheckpointError, DynamicBatchingDataModule, LongContextFSDPStrategy
+from tests.callbacks.checkpoint_toy import DOCUMENTS, Recorder, assert_same, full
+from tests.helpers.pool import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+
+class _Stock(Recorder):
+    """Sharded in its own hook, as stock ModelParallelStrategy wants it."""
+
+    def configure_model(self) -> None:
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+def _train(strategy: Any, module: pl.LightningModule, steps: int, path: str | None, callbacks: list[Any]) -> Any:
+    pl.seed_everything(1, verbose=False)
+    settings: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=steps,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        **settings,
+    )
+    data = DynamicBatchingDataModule(sources={"a": DOCUMENTS}, max_seq_len=64)
+    trainer.fit(module, data, ckpt_path=path)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    optimizer = trainer.optimizers[0]
+    return {
+        "step": trainer.global_step,
+        "rate": optimizer.param_groups[0]["lr"],
+        "weights": {key: full(value) for key, value in module.state_dict().items()},
+        "optimizer": {names[p]: {k: full(v) for k, v in entry.items()} for p, entry in optimizer.state.items()},
+    }
+
+
+def _from_stock(folder: str, sharded: bool) -> tuple[Any, Any]:
+    keeper = ModelCheckpoint(folder, filename="stock", every_n_train_steps=3, save_top_k=1)
+    strategy = ModelParallelStrategy(save_distributed_checkpoint=sharded, process_group_backend="gloo")
+    saved = _train(strategy, _Stock(), 3, None, [keeper])
+    loaded = _train(LongContextFSDPStrategy(), Recorder(), 3, keeper.best_model_path, [_Same(folder)])
+    return saved, loaded
+
+
+class _Same(ModelCheckpoint):
+    """Takes the state of the other one, so that Lightning does not warn of a missing callback."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder, filename="stock", every_n_train_steps=3, save_top_k=1)
+
+    @property
+    def state_key(self) -> str:
+        return super().state_key.replace("_Same", "ModelCheckpoint")
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded directory"])
+def test_stock_checkpoints_are_loaded(tmp_path: Path, sharded: bool) -> None:
+    for saved, loaded in run_ranks(_from_stock, 2, str(tmp_path / "stock"), sharded):
+        assert_same(loaded, saved)
+
+
+class _Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch owned",)
+
+
+def _load_malicious(folder: str) -> str:
+    try:
+        _train(LongContextFSDPStrategy(), Recorder(), 3, folder, [])
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_malicious_directory_runs_nothing_and_ends_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Attack()))
+    torch.save({}, tmp_path / "meta.pt")
+    for message in run_ranks(_load_malicious, 2, str(tmp_path)):
+        assert "asks for posix.system" in message
+    assert not list(tmp_path.rglob("owned"))
