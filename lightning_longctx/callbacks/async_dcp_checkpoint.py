@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_longctx.callbacks.checkpoint_io import check_strategy, install_reader, remove_reader
+from lightning_longctx.callbacks.checkpoint_io import check_folder, check_strategy, install_reader, remove_reader
 from lightning_longctx.callbacks.checkpoint_loggers import continue_loggers
 from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions
 from lightning_longctx.callbacks.checkpoint_resume import (
@@ -86,6 +86,7 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         mode: str = "min",
         options: CheckpointOptions = _OPTIONS,
     ) -> None:
+        check_folder(dirpath)
         self.options = options
         self._retention = Retention(keep_last, options.keep_every_n_steps, options.save_top_k if monitor else 0, mode)
         self._schedule = Schedule(every_n_train_steps, every_n_epochs, train_time_interval, optimizer_every_n_saves)
@@ -153,7 +154,8 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         found = self._look(root, resumable=fitting)
         if found is None:
             hide_lightnings_hint()
-            rank_zero_info(f"No checkpoint in {root}: this is a fresh start.")
+            so = "this is a fresh start" if fitting else "the model is evaluated as it is"
+            rank_zero_info(f"No checkpoint in {root}: {so}.")
             return set()
         if fitting:
             assert found.commit is not None

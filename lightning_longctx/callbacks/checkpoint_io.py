@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,12 +11,12 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_longctx.checkpoint.discovery import is_checkpoint
+from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, agree_or_raise
 from lightning_longctx.errors import CheckpointError, ConfigurationError
-from lightning_longctx.topology import topology_of
+from lightning_longctx.topology import Topology, topology_of
 
-__all__ = ["DirectoryCheckpointIO", "check_strategy", "install_reader", "remove_reader"]
+__all__ = ["DirectoryCheckpointIO", "check_folder", "check_strategy", "install_reader", "remove_reader"]
 
 _FIELD = "callbacks.AsyncDCPCheckpoint"
 
@@ -53,20 +54,24 @@ class DirectoryCheckpointIO(CheckpointIO):
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Weights and the state of the run in Lightning's form; optimizers follow once they exist."""
+        path = Path(self._trainer.strategy.broadcast(path))  # ranks must not each believe their own look
         if not is_checkpoint(path):
             return self.inner.load_checkpoint(path, weights_only=weights_only)
         error, state = None, dict[str, Any]()
         topology = topology_of(self._trainer)
         try:
-            self._opened = self._open(path)
-            if self._trainer.state.fn == TrainerFn.FITTING:
-                self._opened.require_resumable()
-            state = self._opened.run_state(topology)
-            state["state_dict"] = self._opened.full_weights(self._trainer.lightning_module)
+            with reading(path):
+                state = self._read(path, topology)
         except CheckpointError as problem:
             error = problem
         agree_or_raise(error, topology.host_group)
         return state
+
+    def _read(self, path: Path, topology: Topology) -> dict[str, Any]:
+        opened = self._opened = self._open(path)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            opened.require_resumable()
+        return {**opened.run_state(topology), "state_dict": opened.full_weights(self._trainer.lightning_module)}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], otherwise: Callable[[Any], None]) -> None:
         """In place of the strategy's ``load_optimizer_state_dict``."""
@@ -75,6 +80,17 @@ class DirectoryCheckpointIO(CheckpointIO):
             return
         opened, self._opened = self._opened, None
         opened.load_optimizers(self._trainer.lightning_module, self._trainer.optimizers)
+
+
+def check_folder(dirpath: object) -> None:
+    """Refuse a folder that is no path of a file system.
+
+    Raises:
+        ConfigurationError: a URL.
+    """
+    if dirpath is not None and "://" in str(dirpath):
+        fix = "Give a mounted path: a checkpoint gets its name by an atomic rename, which such stores do not have."
+        raise ConfigurationError(f"{_FIELD}.dirpath", "must be a folder", repr(str(dirpath)), fix)
 
 
 def check_strategy(trainer: pl.Trainer) -> None:

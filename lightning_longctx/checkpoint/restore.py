@@ -221,7 +221,10 @@ class OpenCheckpoint:
         if self._on_missing == "warn":
             warnings.warn(f"{self.path.name} does not fit: {shown}", UserWarning, stacklevel=3)
             return
-        fix = "Build the run as it was saved, or set `on_missing: warn` to start what is missing anew."
+        fix = (
+            "Build the run as it was saved, name another folder (`dirpath`) to start anew, or set `on_missing: warn` to"
+            " start what is missing anew."
+        )
         raise CheckpointError(str(self.path), "must fit the run", shown, fix)
 
 

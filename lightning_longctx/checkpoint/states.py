@@ -118,16 +118,7 @@ def load_optimizer(
         fresh state.
     """
     names = _names_by_number(number, optimizer, parameter_names(module))
-    owner = {name: index for index, group in enumerate(saved["param_groups"]) for name in group["params"]}
-    problems = _differences(number, set(names.values()), set(owner))
-    groups, numbered = [], iter(range(len(names)))
-    for index, group in enumerate(optimizer.state_dict()["param_groups"]):
-        members = [next(numbered) for _ in group["params"]]
-        sources = {owner[names[member]] for member in members if names[member] in owner}
-        if len(sources) > 1:
-            problems.append(f"optimizer_{number}: parameter group {index} was divided otherwise")
-        source = saved["param_groups"][min(sources)] if sources else group
-        groups.append({**source, "params": members})
+    groups, problems = _fit_groups(number, optimizer, names, saved["param_groups"])
     found = _saved_entries(directory, number)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
@@ -205,6 +196,22 @@ def _names_by_number(number: int, optimizer: Optimizer, names: Mapping[Parameter
             raise CheckpointError(f"optimizer_{number}", "must step parameters of the module", got, fix)
         found[index] = names[parameter]
     return found
+
+
+def _fit_groups(
+    number: int, optimizer: Optimizer, names: Mapping[int, str], saved: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Present groups with the saved settings of their parameters, and what does not fit."""
+    owner = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    problems = _differences(number, set(names.values()), set(owner))
+    groups = []
+    for index, group in enumerate(optimizer.state_dict()["param_groups"]):
+        sources = {owner[names[member]] for member in group["params"] if names[member] in owner}
+        if len(sources) > 1:
+            problems.append(f"optimizer_{number}: parameter group {index} was divided otherwise")
+        source = saved[min(sources)] if sources else group
+        groups.append({**source, "params": group["params"]})
+    return groups, problems
 
 
 def _differences(number: int, present: set[str], saved: set[str]) -> list[str]:

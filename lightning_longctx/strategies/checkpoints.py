@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_longctx.checkpoint.discovery import is_checkpoint
+from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
 from lightning_longctx.checkpoint.layout import METADATA
 from lightning_longctx.checkpoint.plain import load_plain
 from lightning_longctx.checkpoint.reading import TensorDirectory
@@ -46,7 +46,8 @@ def load_any_checkpoint(
         return load_file(path)
     error, state = None, dict[str, Any]()
     try:
-        state = load(strategy, path)
+        with reading(path):
+            state = load(strategy, path)
     except CheckpointError as problem:
         error = problem
     agree_or_raise(error, _host_group(strategy))

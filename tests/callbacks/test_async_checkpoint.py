@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_longctx import AsyncDCPCheckpoint, CheckpointOptions, ConfigurationError, DynamicBatchingDataModule
@@ -25,14 +23,7 @@ from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import LATEST
 from lightning_longctx.errors import CheckpointError
 from tests.callbacks.checkpoint_toy import DOCUMENTS, Recorder, fit
-
-
-@pytest.fixture(autouse=True)
-def _no_group_left() -> Iterator[None]:
-    """End the process group of a strategy: Lightning would take the next run on one device for a distributed one."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+from tests.callbacks.toy import MemoryLogger
 
 
 def _steps(folder: str | Path) -> list[int]:
@@ -239,9 +230,32 @@ def test_csv_goes_on_as_one_curve() -> None:
     assert [step for step in range(6) if str(step) not in losses()] == []
 
 
-def test_what_is_logged() -> None:
-    from tests.callbacks.toy import MemoryLogger
+def test_tensorboard_goes_on_in_its_folder() -> None:
+    fit("c", 2, "last", logger=TensorBoardLogger(".", name="boards"))
+    fit("c", 4, "last", logger=TensorBoardLogger(".", name="boards"))
+    assert [path.name for path in Path("boards").iterdir()] == ["version_0"]
 
+
+def test_wandb_goes_on_in_its_run() -> None:
+    class WandbLogger(MemoryLogger):  # found by its name, so that the package is not needed
+        def __init__(self) -> None:
+            super().__init__()
+            self._wandb_init: dict[str, Any] = {}
+            self._id, self._experiment = "fresh", None
+
+        @property
+        def version(self) -> str:  # type: ignore[override]
+            return self._id
+
+    first, second = WandbLogger(), WandbLogger()
+    first._id = "abc123"
+    fit("c", 2, "last", logger=first)
+    fit("c", 4, "last", logger=second)
+    assert second._wandb_init == {"id": "abc123", "resume": "allow"}
+    assert second.version == "abc123"
+
+
+def test_what_is_logged() -> None:
     logger = MemoryLogger()
     fit("c", 6, logger=logger, log_every_n_steps=1, checkpoint={"every_n_train_steps": 2})
     keys = {key for _, row in logger.rows for key in row if key.startswith("checkpoint/")}
@@ -306,10 +320,12 @@ def test_the_lossy_plugin_is_refused() -> None:
         fit("c", 2, plugins=[AsyncCheckpointIO()])
 
 
-@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"every_n_train_steps": 0}, {"mode": "up"}])
+@pytest.mark.parametrize(
+    "wrong", [{"keep_last": 0}, {"every_n_train_steps": 0}, {"mode": "up"}, {"dirpath": "s3://bucket/run"}]
+)
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
-        AsyncDCPCheckpoint("c", **wrong)
+        AsyncDCPCheckpoint(**wrong)
 
 
 def test_a_second_fit_in_the_same_process() -> None:

@@ -50,6 +50,16 @@ def test_over_epochs_with_a_second_resume() -> None:
     assert_same(part, whole)
 
 
+def test_at_the_end_of_an_epoch() -> None:
+    settings: dict[str, Any] = {"data": {"sources": {"a": [{"text": "words " * 9}] * 12}}}
+    checkpoint = {"every_n_train_steps": None, "every_n_epochs": 1}
+    whole = fit("whole", -1, max_epochs=3, checkpoint=checkpoint, **settings)
+    before = fit("parts", -1, max_epochs=1, checkpoint=checkpoint, **settings)
+    after = fit("parts", -1, "last", max_epochs=3, checkpoint=checkpoint, **settings)
+    assert before["notes"] + after["notes"] == whole["notes"]
+    assert_same(after, whole)
+
+
 def test_after_a_validation_at_the_same_step() -> None:
     settings: dict[str, Any] = {
         "val_check_interval": 5,

@@ -14,6 +14,7 @@ import torch
 from lightning_longctx.checkpoint.discovery import find_latest, scan
 from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import COMMIT, STAGING, done_marker
+from lightning_longctx.checkpoint.reading import TensorDirectory
 from lightning_longctx.checkpoint.writer import CheckpointWriter, SaveRequest
 from lightning_longctx.errors import CheckpointError
 from tests.checkpoint.helpers import FailingFileSystem, check_pure, request, save, state, steps, writer
@@ -120,6 +121,37 @@ def test_a_slot_waits_for_its_own_write_only(tmp_path: Path) -> None:
     filesystem.release.set()
     assert checkpoints.drain()
     assert check_pure(tmp_path) == [1, 2] or check_pure(tmp_path) == [2, 1]
+
+
+def test_while_a_write_is_under_way_the_one_before_is_found(tmp_path: Path) -> None:
+    """torchtitan#930: a load right after an asynchronous save found nothing."""
+    filesystem = _Blocked("weights/__0")
+    filesystem.release.set()
+    checkpoints = writer(tmp_path, filesystem)
+    save(checkpoints, 1)
+    filesystem.release.clear()
+    checkpoints.save(request(2))
+    found = find_latest(tmp_path)
+    assert found is not None
+    assert found.path.name.startswith("step-00000001")
+    filesystem.release.set()
+    assert checkpoints.drain()
+    assert check_pure(tmp_path) == [2, 1]
+
+
+def test_thousands_of_small_tensors_are_written_as_one(tmp_path: Path) -> None:
+    """pytorch#147039: writing many tensors starves the trainer of the interpreter; the benchmark measures it."""
+    checkpoints = writer(tmp_path)
+    tensors = {f"norm.{number}": torch.full((16,), float(number)) for number in range(5000)}
+    checkpoints.save(SaveRequest(1, {"weights": tensors}, {}))
+    assert len(checkpoints.slots["weights"].buffers.stage(tensors).tensors) == 1
+    checkpoints.drain()
+    checkpoints.raise_failure()
+    folder = TensorDirectory(scan(tmp_path)[0].path / "weights")
+    assert len(folder) == 5000
+    targets = {key: torch.empty(16) for key in tensors}
+    folder.read_into(targets)
+    assert all(torch.equal(targets[key], value) for key, value in tensors.items())
 
 
 def test_staged_values_stay_what_they_were(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the strategy loads besides its own: stock Lightning's single file and sharded directory, without running code."""
+"""What the strategy loads besides its own: stock Lightning's file and sharded directory, without running code."""
 
 from __future__ import annotations
 
@@ -12,20 +12,44 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_longctx import CheckpointError, DynamicBatchingDataModule, LongContextFSDPStrategy
-from tests.callbacks.checkpoint_toy import DOCUMENTS, Recorder, assert_same, full
+from lightning_longctx import CheckpointError, DynamicBatchingDataModule, LongContextFSDPStrategy, causal_lm_loss
+from tests.callbacks.checkpoint_toy import DOCUMENTS, assert_same, full
 from tests.helpers.pool import run_ranks
 
 pytestmark = pytest.mark.distributed
 
 
-class _Stock(Recorder):
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(257, 16), nn.Linear(16, 257)
+
+    def forward(self, batch: Any) -> Any:
+        return causal_lm_loss(self.embedding(batch["input_ids"]), self.head.weight, batch)
+
+
+class _Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = _Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch)
+        return {"loss": out.loss, "per_token_loss": out.per_token_loss}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class _Stock(_Module):
     """Sharded in its own hook, as stock ModelParallelStrategy wants it."""
 
     def configure_model(self) -> None:
-        fully_shard(self, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
 
 def _train(strategy: Any, module: pl.LightningModule, steps: int, path: str | None, callbacks: list[Any]) -> Any:
@@ -56,7 +80,7 @@ def _from_stock(folder: str, sharded: bool) -> tuple[Any, Any]:
     keeper = ModelCheckpoint(folder, filename="stock", every_n_train_steps=3, save_top_k=1)
     strategy = ModelParallelStrategy(save_distributed_checkpoint=sharded, process_group_backend="gloo")
     saved = _train(strategy, _Stock(), 3, None, [keeper])
-    loaded = _train(LongContextFSDPStrategy(), Recorder(), 3, keeper.best_model_path, [_Same(folder)])
+    loaded = _train(LongContextFSDPStrategy(), _Module(), 3, keeper.best_model_path, [_Same(folder)])
     return saved, loaded
 
 
@@ -84,7 +108,7 @@ class _Attack:
 
 def _load_malicious(folder: str) -> str:
     try:
-        _train(LongContextFSDPStrategy(), Recorder(), 3, folder, [])
+        _train(LongContextFSDPStrategy(), _Module(), 3, folder, [])
     except CheckpointError as error:
         return str(error)
     return ""
