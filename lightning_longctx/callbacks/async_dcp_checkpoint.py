@@ -246,8 +246,8 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the end of the run, wait for all writes, and export if asked."""
         if self._run is not None:
-            run, self._run = self._run, None
-            run.finish()
+            self._run.finish()
+            self._run = None
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

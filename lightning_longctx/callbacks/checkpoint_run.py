@@ -101,6 +101,7 @@ class CheckpointRun:
         flags = [signals.stop, signals.requeue, signals.interrupt, time_is_due, self._writer.has_failed]
         stop, wants_queue, interrupt, time_due, failed = self._writer.agree_on(flags)
         self._hear()
+        self._report.pending(self._trainer, self._module, self._writer.pending)
         if failed:
             self._drain()
         if stop or interrupt:
@@ -199,8 +200,6 @@ class CheckpointRun:
         for outcome in outcomes:
             if outcome.checkpoint is not None:
                 self._tell(outcome.checkpoint, outcome.step)
-        if self._trainer.training:
-            self._report.pending(self._trainer, self._module, self._writer.pending)
 
     def _tell(self, checkpoint: Path, step: int) -> None:
         trainer = self._trainer

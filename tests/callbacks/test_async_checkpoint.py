@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
@@ -265,6 +266,31 @@ def test_what_is_logged() -> None:
     assert wanted <= keys
 
 
+@pytest.mark.filterwarnings("ignore:Training waited")
+def test_the_progress_bar_shows_a_write_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(FileSystem):
+        def before(self, operation: str, path: Path) -> None:
+            if operation == "create" and path.suffix == ".distcp":
+                time.sleep(0.2)
+
+    class Bar(ProgressBar):
+        shown: list[float] = []
+
+        def disable(self) -> None: ...
+
+        def enable(self) -> None: ...
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            self.shown.append(float(self.get_metrics(trainer, pl_module).get("saving_s", -1.0)))
+            time.sleep(0.05)
+
+    monkeypatch.setattr("lightning_longctx.checkpoint.writer.FileSystem", Slow)
+    bar = Bar()
+    fit("c", 14, callbacks=[bar], enable_progress_bar=True, checkpoint={"every_n_train_steps": 2, "keep_last": 1})
+    assert max(bar.shown) > 0.05
+    assert _steps("c") == [14]
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
@@ -281,8 +307,6 @@ def test_a_failed_save_raises_at_the_next_step(monkeypatch: pytest.MonkeyPatch) 
 
     class Slow(Callback):
         def on_train_batch_start(self, *_: Any) -> None:
-            import time
-
             time.sleep(0.1)
 
     with pytest.raises(CheckpointError, match="No space left on device") as caught:

@@ -60,8 +60,10 @@ def test_at_the_end_of_an_epoch() -> None:
     assert_same(after, whole)
 
 
-def test_after_a_validation_at_the_same_step() -> None:
+@pytest.mark.parametrize("sp", [None, 1], ids=["one device", "FSDP2"])
+def test_after_a_validation_at_the_same_step(sp: int | None) -> None:
     settings: dict[str, Any] = {
+        "sp": sp,
         "val_check_interval": 5,
         "check_val_every_n_epoch": None,
         "data": {"validation_sources": {"v": [{"text": "held out"}] * 3}},
