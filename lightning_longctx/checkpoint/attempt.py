@@ -26,7 +26,7 @@ from lightning_longctx.checkpoint.layout import (
     owner_file,
     seal,
 )
-from lightning_longctx.checkpoint.writing import slot_index
+from lightning_longctx.checkpoint.writing import SlotIndex
 from lightning_longctx.errors import CheckpointError
 
 __all__ = ["Attempt", "describe"]
@@ -68,12 +68,13 @@ class Attempt:
                 self._error = error
             return not self._committing
 
-    def finish(self, job: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def finish(self, job: str, results: Sequence[Mapping[str, Any]], index: SlotIndex) -> dict[str, Any]:
         """On the first rank: complete one part with what the ranks wrote, and commit if it was the last.
 
         Args:
             job: name of the part.
             results: of each rank, by rank: ``error``, or ``slot`` and ``extra`` with the facts of its files.
+            index: makes the index of the slot.
 
         Returns:
             The verdict for all ranks: ``error`` (a text, or None) and ``committed``.
@@ -83,7 +84,7 @@ class Attempt:
             self.fail("; ".join(errors))
         with self._finishing:
             try:
-                committed = self._error is None and self._complete(job, results)
+                committed = self._error is None and self._complete(job, results, index)
             except Exception as error:  # whatever it is, the other ranks wait for a verdict
                 # Also after the rename: it may be visible and yet not durable, so it is not reported as saved.
                 self._error = self._error or f"rank 0: {describe(error)}"
@@ -101,14 +102,14 @@ class Attempt:
         except OSError:
             return
 
-    def _complete(self, job: str, results: Sequence[Mapping[str, Any]]) -> bool:
+    def _complete(self, job: str, results: Sequence[Mapping[str, Any]], index: SlotIndex) -> bool:
         slots = [result["slot"] for result in results if result.get("slot")]
         files = {f"{job}/{part['file']}": FileFacts(**part["facts"]) for part in slots}
         extras = [result["extra"] for result in results if result.get("extra")]
         files |= {part["file"]: FileFacts(**part["facts"]) for part in extras}
         self._check_sizes(files)
         if slots:
-            files |= self._write_index(job, slots)
+            files |= self._write_index(job, index.files(slots))
             marker = seal({"slot": job, "files": {name: asdict(facts) for name, facts in files.items()}})
             size, crc32 = self.filesystem.replace(self.staging / done_marker(job), marker)
             files[done_marker(job)] = FileFacts(size, crc32)
@@ -119,9 +120,9 @@ class Attempt:
         self._commit()
         return True
 
-    def _write_index(self, slot: str, results: Sequence[Mapping[str, Any]]) -> dict[str, FileFacts]:
+    def _write_index(self, slot: str, contents: Mapping[str, bytes]) -> dict[str, FileFacts]:
         files = {}
-        for name, content in slot_index(results, f"{self.record.name}/{slot}").items():
+        for name, content in contents.items():
             size, crc32 = self.filesystem.write(self.staging / slot / name, content)
             files[f"{slot}/{name}"] = FileFacts(size, crc32)
         self.filesystem.sync_directory(self.staging / slot)

@@ -77,16 +77,20 @@ class TensorDirectory(Mapping[str, SavedTensor]):
     Args:
         folder: the directory; its checksums were compared already if it has some.
         trust_pickle: let the metadata be any pickle, with whatever code it runs.
+        foreign: it was not written by this package, and may hold values that are no tensors.
 
     Raises:
         CheckpointError: metadata that is missing, damaged, or holds something that could run code; entries that are no
-            tensors.
+            tensors in a directory of this package.
     """
 
-    def __init__(self, folder: Path, trust_pickle: bool = False) -> None:
+    def __init__(self, folder: Path, trust_pickle: bool = False, foreign: bool = False) -> None:
         self.folder = folder
         metadata = _read_metadata(folder / METADATA, trust_pickle)
         self._entries = _entries(metadata, folder)
+        self._values = _values(metadata, folder)
+        if self._values and not foreign:
+            raise CheckpointError(str(folder), "must hold tensors only", sorted(self._values)[:8], _DAMAGED)
         self.aliases: dict[str, str] = {}
         if (folder / PACKED_INDEX).is_file():
             self._add_index(json.loads((folder / PACKED_INDEX).read_text()))
@@ -122,7 +126,7 @@ class TensorDirectory(Mapping[str, SavedTensor]):
     def _read_file(path: Path, reads: Mapping[int, list[tuple[_Chunk, _Box]]]) -> None:
         with path.open("rb") as file:
             for start, wanted in sorted(reads.items()):
-                stored = _read_tensor(file, start, wanted[0][0].length, path)
+                stored = cast(Tensor, _read_safely(file, start, wanted[0][0].length, path))
                 for chunk, place in wanted:
                     _copy(stored, chunk, place)
 
@@ -132,6 +136,19 @@ class TensorDirectory(Mapping[str, SavedTensor]):
         target = torch.empty(saved.size, dtype=saved.dtype)
         self.read_into({key: target})
         return target
+
+    def values_below(self, prefix: str) -> dict[str, Any]:
+        """Values of a foreign directory that are no tensors, by the rest of their name: numbers and plain containers.
+
+        Raises:
+            CheckpointError: one that could only be read by running code.
+        """
+        found = {}
+        for key, (name, start, length) in self._values.items():
+            if key.startswith(prefix):
+                with (self.folder / name).open("rb") as file:
+                    found[key.removeprefix(prefix)] = _read_safely(file, start, length, self.folder / name)
+        return found
 
     def _require(self, key: str) -> SavedTensor:
         if key not in self:
@@ -194,25 +211,36 @@ def _entries(metadata: Metadata, folder: Path) -> dict[str, SavedTensor]:
     entries = {}
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            continue  # of stock checkpoints: no tensor, so it could only be loaded by running code
+            continue
         chunks = []
         for number, chunk in enumerate(entry.chunks):
-            info = metadata.storage_data[MetadataIndex(key, chunk.offsets, number)]
-            if PurePath(info.relative_path).name != info.relative_path:
-                raise CheckpointError(str(folder), "must name files of its own", info.relative_path, _DAMAGED)
-            place = (info.relative_path, int(info.offset), int(info.length))
+            place = _place(metadata.storage_data[MetadataIndex(key, chunk.offsets, number)], folder)
             chunks.append(_Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *place))
         entries[key] = SavedTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks))
     return entries
 
 
-def _read_tensor(file: BinaryIO, start: int, length: int, path: Path) -> Tensor:
+def _values(metadata: Metadata, folder: Path) -> dict[str, tuple[str, int, int]]:
+    """Where values that are no tensors are."""
+    others = [
+        key for key, entry in metadata.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)
+    ]
+    return {key: _place(metadata.storage_data[MetadataIndex(key)], folder) for key in others}
+
+
+def _place(info: Any, folder: Path) -> tuple[str, int, int]:
+    if PurePath(info.relative_path).name != info.relative_path:
+        raise CheckpointError(str(folder), "must name files of its own", info.relative_path, _DAMAGED)
+    return info.relative_path, int(info.offset), int(info.length)
+
+
+def _read_safely(file: BinaryIO, start: int, length: int, path: Path) -> Any:
     file.seek(start)
     content = io.BytesIO(file.read(length))
     try:
-        return cast(Tensor, torch.load(content, map_location="cpu", weights_only=True))
+        return torch.load(content, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(str(path), f"must hold a tensor at byte {start}", error, _DAMAGED) from error
+        raise CheckpointError(str(path), f"must hold plain data at byte {start}", error, _DAMAGED) from error
 
 
 _Box = tuple[Tensor, tuple[int, ...], tuple[int, ...]]

@@ -23,7 +23,7 @@ from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import FileFacts, extra_file
 from lightning_longctx.checkpoint.plain import to_bytes
 from lightning_longctx.checkpoint.staging import StagedTensors, StagingBuffers
-from lightning_longctx.checkpoint.writing import write_rank_file
+from lightning_longctx.checkpoint.writing import SlotIndex, write_rank_file
 from lightning_longctx.errors import CheckpointError
 
 __all__ = ["Job", "Slot"]
@@ -77,6 +77,7 @@ class Slot:
         self._rank = rank
         self._stage_dir = stage_dir
         self._done = done
+        self._index = SlotIndex()
         self._job: Job | None = None
 
     @property
@@ -109,14 +110,12 @@ class Slot:
         try:
             self._check_identity(job, group)
             results = gather_json(self._write(job), group)
-            verdict = broadcast_json(job.attempt.finish(job.name, results) if results is not None else None, group)
+            if results is not None:
+                verdict = job.attempt.finish(job.name, results, self._index)
+            verdict = broadcast_json(verdict, group)
         except CheckpointError as error:
             verdict["error"] = describe(error)
-        except (
-            RuntimeError,
-            ValueError,
-            OSError,
-        ) as error:  # how gloo tells of a dead peer, a time limit, a lost group
+        except (RuntimeError, ValueError, OSError) as error:  # gloo: a dead peer, a time limit, a lost group
             verdict["error"] = f"rank {self._rank} lost the others: {describe(error)}"
             self.broken = self.broken or self._job is job
         finally:

@@ -7,6 +7,7 @@ the layout alone, so no rank has to ask another.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -54,11 +55,14 @@ class StagedTensors:
         tensors: host copies by stored name, each with a storage of its own.
         pieces: which part of which tensor each one holds.
         aliases: further names of a tensor (tied weights), each with the name that it is stored under.
+        plan: ``pieces`` and ``aliases`` as JSON, made once: thousands of them would cost each write a pause of the
+            interpreter.
     """
 
     tensors: Mapping[str, Tensor]
     pieces: Sequence[Piece]
     aliases: Mapping[str, str]
+    plan: str = ""
 
     @property
     def size(self) -> int:
@@ -81,7 +85,8 @@ class StagingBuffers:
         self._world_size = world_size
         self._pin = pin
         self._pack_below = pack_below
-        self._signature: tuple[object, ...] | None = None
+        self._keys: list[str] | None = None
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._sources: list[str] = []
         self._targets: list[Tensor] = []
         self._staged = StagedTensors({}, [], {})
@@ -106,19 +111,22 @@ class StagingBuffers:
         Raises:
             CheckpointError: a tensor that cannot be stored (no dense one).
         """
-        aliases = _aliases(state) if tied else {}
-        signature = tuple(_signature(key, tensor) for key, tensor in state.items()) + tuple(aliases.items())
-        if signature == self._signature:
+        shapes = [(tensor.shape, tensor.dtype) for tensor in state.values()]
+        if list(state) == self._keys and shapes == self._shapes and self._still_tied(state):
             return
-        self._signature, self._staged = None, StagedTensors({}, [], {})  # free the old ones before the new ones come
+        for key, tensor in state.items():
+            _check_dense(key, tensor)
+        aliases = _aliases(state) if tied else {}
+        self._keys, self._staged = [], StagedTensors({}, [], {})  # free the old ones before the new ones come
         own = {key: tensor for key, tensor in state.items() if key not in aliases}
         writers = _writers(own, self._world_size, self._pack_below)
         mine = {key: tensor for key, tensor in own.items() if self._writes(tensor, writers.get(key))}
         pieces = _plan(mine, self._rank, self._pack_below)
-        self._staged = StagedTensors(self._allocate(mine, pieces), pieces, aliases)
+        plan = json.dumps({"pieces": [vars(piece) for piece in pieces], "aliases": aliases})
+        self._staged = StagedTensors(self._allocate(mine, pieces), pieces, aliases, plan)
         self._sources = [piece.key for piece in pieces]
         self._targets = [_view(self._staged.tensors[piece.stored], piece) for piece in pieces]
-        self._signature = signature
+        self._keys, self._shapes = list(state), shapes
 
     def stage(self, state: Mapping[str, Tensor]) -> StagedTensors:
         """Copy this rank's part of a state into the buffers. They must not be in use any more.
@@ -132,11 +140,15 @@ class StagingBuffers:
         self.prepare(state)
         sources = [_local(state[key]) for key in self._sources]
         with torch.no_grad():
-            for source, target in zip(sources, self._targets, strict=True):
-                target.copy_(source, non_blocking=self._pin)
+            if sources:  # one call for all: with thousands of small ones the calls would be the pause
+                torch._foreach_copy_(self._targets, sources, non_blocking=self._pin)
         if any(source.is_cuda for source in sources):
             torch.cuda.synchronize()
         return self._staged
+
+    def _still_tied(self, state: Mapping[str, Tensor]) -> bool:
+        aliases = self._staged.aliases.items()
+        return all(_local(state[alias]).data_ptr() == _local(state[key]).data_ptr() for alias, key in aliases)
 
     def _writes(self, tensor: Tensor, writer: int | None) -> bool:
         if not isinstance(tensor, DTensor):
@@ -232,12 +244,10 @@ def _aliases(state: Mapping[str, Tensor]) -> dict[str, str]:
     return found
 
 
-def _signature(key: str, tensor: Tensor) -> tuple[object, ...]:
+def _check_dense(key: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "a meta tensor" if tensor.is_meta else f"{type(tensor).__name__}, layout {tensor.layout}"
         raise CheckpointError(key, "must be a dense tensor", kind, "Leave it out of the state, or store it dense.")
-    layout = (tensor.placements, id(tensor.device_mesh)) if isinstance(tensor, DTensor) else ()
-    return key, tuple(tensor.shape), tensor.dtype, layout
 
 
 def _local(tensor: Tensor) -> Tensor:

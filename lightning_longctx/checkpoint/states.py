@@ -143,8 +143,8 @@ def load_named_optimizer_state(directory: TensorDirectory, number: int, optimize
     """Load the state of one optimizer from a sharded directory of stock Lightning.
 
     Args:
-        directory: with names such as ``optimizer_0.state.<parameter>.exp_avg``. Settings that are no tensors could only
-            be read by running code, so those of the present optimizer stay.
+        directory: with names such as ``optimizer_0.state.<parameter>.exp_avg``, and values such as
+            ``optimizer_0.param_groups.0.lr``.
         number: which optimizer.
         optimizer: what to load into.
         module: the module whose parameters it steps.
@@ -159,11 +159,12 @@ def load_named_optimizer_state(directory: TensorDirectory, number: int, optimize
         fix = "Resume the run that was saved, with the same optimizer."
         got = f"none for {missing[:8]}"
         raise CheckpointError(f"optimizer_{number}", "must have state for every parameter", got, fix)
-    groups = [
-        {**group, "params": [names[index] for index in group["params"]]}
-        for group in optimizer.state_dict()["param_groups"]
-    ]
-    load_optimizer(directory, number, {"state": {}, "param_groups": groups}, optimizer, module)
+    groups: dict[int, dict[str, Any]] = {}
+    for key, value in directory.values_below(f"optimizer_{number}.param_groups.").items():
+        index, _, setting = key.partition(".")
+        groups.setdefault(int(index), {})[setting] = value
+    in_order = [groups[index] for index in sorted(groups)]
+    load_optimizer(directory, number, {"state": {}, "param_groups": in_order}, optimizer, module)
 
 
 def saved_optimizer_state(directory: TensorDirectory, number: int, saved: Mapping[str, Any]) -> dict[str, Any]:

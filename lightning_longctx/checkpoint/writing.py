@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +30,7 @@ from lightning_longctx.checkpoint.layout import METADATA, PACKED_INDEX
 from lightning_longctx.checkpoint.staging import Piece, StagedTensors
 from lightning_longctx.errors import CheckpointError
 
-__all__ = ["slot_index", "write_rank_file"]
+__all__ = ["SlotIndex", "write_rank_file"]
 
 
 def write_rank_file(filesystem: FileSystem, folder: Path, rank: int, staged: StagedTensors) -> dict[str, Any]:
@@ -44,8 +43,7 @@ def write_rank_file(filesystem: FileSystem, folder: Path, rank: int, staged: Sta
         staged: what to write.
 
     Returns:
-        As plain values, for rank 0: ``file``, its ``facts``, ``tensors`` with their place in it, ``pieces`` and
-        ``aliases``.
+        As plain values, for rank 0: ``file``, its ``facts``, ``tensors`` with their place in it, and the ``plan``.
     """
     name = f"__{rank}_0.distcp"
     filesystem.make_directory(folder)
@@ -60,47 +58,54 @@ def write_rank_file(filesystem: FileSystem, folder: Path, rank: int, staged: Sta
         "file": name,
         "facts": {"size": stream.size, "crc32": stream.crc32},
         "tensors": tensors,
-        "pieces": [asdict(piece) for piece in staged.pieces],
-        "aliases": dict(staged.aliases),
+        "plan": staged.plan,
     }
 
 
-def slot_index(results: Sequence[Mapping[str, Any]], checkpoint_id: str) -> dict[str, bytes]:
-    """The files that make the ranks' files a slot.
+class SlotIndex:
+    """Makes the files that turn the ranks' files into a slot, anew only if something has changed."""
 
-    Args:
-        results: what :func:`write_rank_file` returned, of all ranks.
-        checkpoint_id: name for the metadata.
+    def __init__(self) -> None:
+        self._made_from: list[Any] = []
+        self._files: dict[str, bytes] = {}
 
-    Returns:
-        Content by file name: ``packed.json``, and ``.metadata``, which belongs last.
+    def files(self, results: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """The files by name: ``packed.json``, and ``.metadata``, which belongs last.
 
-    Raises:
-        CheckpointError: a tensor is not covered, or covered twice, by what ranks wrote; names it.
-    """
-    pieces = [Piece(**_tuples(piece)) for result in results for piece in result["pieces"]]
-    _check_complete(pieces)
-    aliases = {alias: key for result in results for alias, key in result["aliases"].items()}
-    packed = [
-        {"key": p.key, "size": p.size, "offsets": p.offsets, "sizes": p.sizes, "stored": p.stored, "start": p.start}
-        for p in pieces
-        if p.stored != p.key
-    ]
-    index = {"packed": packed, "aliases": aliases}
-    metadata = _metadata(results, checkpoint_id)
+        Args:
+            results: what :func:`write_rank_file` returned, of all ranks.
+
+        Raises:
+            CheckpointError: a tensor is not covered, or covered twice, by what ranks wrote; names it.
+        """
+        source = [(result["file"], result["tensors"], result["plan"]) for result in results]
+        if source != self._made_from:
+            self._files = _index_files(results)
+            self._made_from = source
+        return self._files
+
+
+def _index_files(results: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+    plans = [json.loads(result["plan"]) for result in results]
+    pieces = [[Piece(**_tuples(piece)) for piece in plan["pieces"]] for plan in plans]
+    every = [piece for of_rank in pieces for piece in of_rank]
+    _check_complete(every)
+    index = {
+        "packed": [vars(piece) for piece in every if piece.stored != piece.key],
+        "aliases": {alias: key for plan in plans for alias, key in plan["aliases"].items()},
+    }
+    metadata = _metadata(results, [{piece.key: piece for piece in of_rank} for of_rank in pieces])
     return {PACKED_INDEX: json.dumps(index).encode(), METADATA: pickle.dumps(metadata)}
 
 
-def _metadata(results: Sequence[Mapping[str, Any]], checkpoint_id: str) -> Metadata:
+def _metadata(results: Sequence[Mapping[str, Any]], pieces: Sequence[Mapping[str, Piece]]) -> Metadata:
     entries: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for result in results:
-        pieces = {piece["key"]: piece for piece in result["pieces"]}
+    for result, own_pieces in zip(results, pieces, strict=True):
         for item in result["tensors"]:
             key, sizes = item["key"], tuple(item["sizes"])
-            own = pieces.get(key)  # None: a flat buffer
-            size = tuple(own["size"]) if own else sizes
-            offsets = tuple(own["offsets"]) if own else (0,) * len(sizes)
+            own = own_pieces.get(key)  # None: a flat buffer
+            size, offsets = (own.size, own.offsets) if own else (sizes, (0,) * len(sizes))
             properties = TensorProperties(dtype=getattr(torch, item["dtype"].removeprefix("torch.")))
             entry = entries.setdefault(key, TensorStorageMetadata(properties, torch.Size(size), []))
             entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
@@ -110,7 +115,7 @@ def _metadata(results: Sequence[Mapping[str, Any]], checkpoint_id: str) -> Metad
         state_dict_metadata=dict(entries),
         planner_data={key: (key,) for key in entries},
         storage_data=storage,
-        storage_meta=StorageMeta(checkpoint_id=checkpoint_id),
+        storage_meta=StorageMeta(),
         version=CURRENT_DCP_VERSION,
     )
 

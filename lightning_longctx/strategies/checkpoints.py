@@ -73,7 +73,7 @@ def _load_stock_directory(strategy: ModelParallelStrategy, path: Path) -> dict[s
     """Lightning's own way goes through the pickle of the metadata, and so through whatever code it holds."""
     module = strategy.lightning_module
     assert module is not None
-    directory = TensorDirectory(path)
+    directory = TensorDirectory(path, foreign=True)
     targets, _ = split_tensors(module.state_dict())
     saved = {key: f"state_dict.{key}" for key in targets}
     missing = [key for key, stored in saved.items() if stored not in directory]

@@ -74,11 +74,14 @@ def test_torch_reads_what_is_not_packed(tmp_path: Path) -> None:
 
 
 def test_reads_what_torch_wrote(tmp_path: Path) -> None:
-    tensors = {"a": {"w": torch.randn(10, 4)}, "b": torch.arange(6)}
+    tensors: Any = {"a": {"w": torch.randn(10, 4)}, "b": torch.arange(6), "settings": [{"lr": 0.1}]}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.save(tensors, checkpoint_id=tmp_path / "stock")
-    folder = TensorDirectory(tmp_path / "stock")
-    assert torch.equal(folder.read("a.w"), tensors["a"]["w"])  # type: ignore[index]
+    folder = TensorDirectory(tmp_path / "stock", foreign=True)
+    assert folder.values_below("settings.") == {"0.lr": 0.1}
+    with pytest.raises(CheckpointError, match="must hold tensors only"):
+        TensorDirectory(tmp_path / "stock")
+    assert torch.equal(folder.read("a.w"), tensors["a"]["w"])
     assert torch.equal(folder.read("b"), tensors["b"])  # type: ignore[arg-type]
 
 
