@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_longctx.callbacks.checkpoint_io import check_folder, check_strategy, install_reader, remove_reader
 from lightning_longctx.callbacks.checkpoint_loggers import continue_loggers
 from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions
+from lightning_longctx.callbacks.checkpoint_report import shown
 from lightning_longctx.callbacks.checkpoint_resume import (
     Resumed,
     check_data,
@@ -155,7 +156,7 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         if found is None:
             hide_lightnings_hint()
             so = "this is a fresh start" if fitting else "the model is evaluated as it is"
-            rank_zero_info(f"No checkpoint in {root}: {so}.")
+            rank_zero_info(f"No checkpoint in {shown(root)}: {so}.")
             return set()
         if fitting:
             assert found.commit is not None

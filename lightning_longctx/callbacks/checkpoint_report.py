@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_longctx.checkpoint.writer import Outcome
 
-__all__ = ["CheckpointReport"]
+__all__ = ["CheckpointReport", "shown"]
 
 # Waits for earlier writes, in all, above which people should hear of it.
 _NOTICEABLE_SECONDS = 1.0
+
+
+def shown(path: Path) -> str:
+    """A path as people read it: from where they are, if it is below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 class CheckpointReport:

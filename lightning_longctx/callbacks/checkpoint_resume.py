@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_longctx.callbacks.checkpoint_report import shown
 from lightning_longctx.checkpoint.layout import Commit
 from lightning_longctx.checkpoint.restore import RUN_STATE
 from lightning_longctx.checkpoint.rng import reseed, restore_rng
@@ -47,7 +48,7 @@ class Resumed:
 
     def announce(self, trainer: pl.Trainer) -> None:
         """Say where the run goes on."""
-        text = f"Resumed at step {self.commit.step} from {self.path}."
+        text = f"Resumed at step {self.commit.step} from {shown(self.path)}."
         if self.data is not None:
             text += " The data goes on after the last row of that step: nothing is repeated or lost."
         if self.rng is None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_longctx.callbacks.checkpoint_capture import RunState, capture, weights_of
 from lightning_longctx.callbacks.checkpoint_loggers import refer_in_wandb
 from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions
-from lightning_longctx.callbacks.checkpoint_report import CheckpointReport
+from lightning_longctx.callbacks.checkpoint_report import CheckpointReport, shown
 from lightning_longctx.callbacks.checkpoint_resume import Resumed
 from lightning_longctx.callbacks.checkpoint_schedule import Schedule
 from lightning_longctx.callbacks.checkpoint_signals import StopSignals, requeue
@@ -203,7 +203,7 @@ class CheckpointRun:
 
     def _tell(self, checkpoint: Path, step: int) -> None:
         trainer = self._trainer
-        rank_zero_info(f"Saved step {step}: {checkpoint}")
+        rank_zero_info(f"Saved step {step}: {shown(checkpoint)}")
         callback = trainer.checkpoint_callback
         if not trainer.is_global_zero or callback is None:
             return
