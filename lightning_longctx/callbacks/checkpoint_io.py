@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
+from lightning_longctx.checkpoint.layout import COMMIT
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, agree_or_raise
 from lightning_longctx.errors import CheckpointError, ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
@@ -64,7 +65,7 @@ class DirectoryCheckpointIO(CheckpointIO):
                 state = self._read(path, topology)
         except CheckpointError as problem:
             error = problem
-        agree_or_raise(error, topology.host_group)
+        agree_or_raise(error, topology.host_group, path / COMMIT)
         return state
 
     def _read(self, path: Path, topology: Topology) -> dict[str, Any]:

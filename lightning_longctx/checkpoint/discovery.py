@@ -19,7 +19,7 @@ from pathlib import Path
 from lightning_longctx.checkpoint.layout import COMMIT, STAGING, Commit, parse_name
 from lightning_longctx.errors import CheckpointError
 
-__all__ = ["DEEP_BYTES", "Found", "find_latest", "is_checkpoint", "leased", "reading", "scan", "verify"]
+__all__ = ["DEEP_BYTES", "Found", "file_problem", "find_latest", "is_checkpoint", "leased", "reading", "scan", "verify"]
 
 #: Up to this size checksums are compared before a resume: about a minute. Above it sizes are, and the checksums of
 #: everything that is not tensor data; ``longctx checkpoint verify --deep`` compares them all.
@@ -104,10 +104,19 @@ def verify(checkpoint: Path, deep_bytes: int | None = None) -> str:
     if found.commit is None or found.problem:
         return found.problem
     deep = deep_bytes is None or found.commit.size <= deep_bytes
-    for name, facts in found.commit.files.items():
-        if (deep or not name.endswith(".distcp")) and _crc32(checkpoint / name) != facts.crc32:
-            return f"{name} has a wrong checksum"
-    return ""
+    names = [name for name in found.commit.files if deep or not name.endswith(".distcp")]
+    return next((problem for name in names if (problem := file_problem(checkpoint, found.commit, name))), "")
+
+
+def file_problem(checkpoint: Path, commit: Commit, name: str) -> str:
+    """What is wrong with one file of a checkpoint; empty if nothing is."""
+    if name not in commit.files:
+        return f"{name} is not in the record"
+    try:
+        value = _crc32(checkpoint / name)
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return "" if value == commit.files[name].crc32 else f"{name} has a wrong checksum"
 
 
 @contextmanager

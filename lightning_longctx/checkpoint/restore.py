@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,9 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_longctx.checkpoint.discovery import verify
+from lightning_longctx.checkpoint.discovery import file_problem, verify
 from lightning_longctx.checkpoint.exchange import all_gather_json
-from lightning_longctx.checkpoint.layout import OPTIMIZER, WEIGHTS, Commit, extra_file
+from lightning_longctx.checkpoint.layout import METADATA, OPTIMIZER, PACKED_INDEX, WEIGHTS, Commit, extra_file
 from lightning_longctx.checkpoint.plain import load_plain
 from lightning_longctx.checkpoint.reading import TensorDirectory
 from lightning_longctx.checkpoint.states import load_optimizer, split_tensors, trainable_names
@@ -36,7 +37,9 @@ RUN_STATE = "longctx_run"
 
 
 class OpenCheckpoint:
-    """A checkpoint that was found intact: sizes, and the checksums of all but tensor data.
+    """A checkpoint that was found intact.
+
+    The first rank compares all sizes, and the checksums of all but tensor data. The others check what they read.
 
     Args:
         path: its directory.
@@ -51,10 +54,9 @@ class OpenCheckpoint:
         self, path: str | os.PathLike[str], on_missing: OnMissing = "error", trust_pickle: bool = False
     ) -> None:
         self.path = Path(path)
-        problem = verify(self.path, deep_bytes=0)
-        if problem:
-            raise CheckpointError(str(path), "must be complete and intact", problem, "Use another checkpoint.")
         self.commit = Commit.read(self.path)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._refuse(verify(self.path, deep_bytes=0))
         self._on_missing = on_missing
         self._trust_pickle = trust_pickle
 
@@ -141,6 +143,7 @@ class OpenCheckpoint:
 
     def rank_extra(self, rank: int) -> dict[str, Any]:
         """Extra state of one of the ranks that saved."""
+        self._refuse(file_problem(self.path, self.commit, extra_file(rank)))
         loaded: dict[str, Any] = load_plain(self.path / extra_file(rank), self._trust_pickle)
         return loaded
 
@@ -205,7 +208,13 @@ class OpenCheckpoint:
         if name not in self.commit.slots:
             fix = "Use a checkpoint that holds them (`longctx checkpoint list`)."
             raise CheckpointError(str(self.path), f"must hold {name}", self.commit.slots or "extra state only", fix)
+        for file in (METADATA, PACKED_INDEX):
+            self._refuse(file_problem(self.path, self.commit, f"{name}/{file}"))
         return TensorDirectory(self.path / name, self._trust_pickle)
+
+    def _refuse(self, problem: str) -> None:
+        if problem:
+            raise CheckpointError(str(self.path), "must be complete and intact", problem, "Use another checkpoint.")
 
     def _frozen(self, module: Module) -> set[str]:
         return set(module.state_dict()) - trainable_names(module) if self.commit.trainable_only else set()
@@ -246,17 +255,20 @@ def load_weights(path: str | os.PathLike[str], module: Module, strict: bool = Tr
     return module
 
 
-def agree_or_raise(error: CheckpointError | None, group: dist.ProcessGroup | None) -> None:
+def agree_or_raise(error: CheckpointError | None, group: dist.ProcessGroup | None, record: Path | None = None) -> None:
     """Raise an error that any rank met, on every rank, so that nobody waits for one that is gone.
 
     Args:
         error: this rank's.
         group: all ranks; needs a CPU backend.
+        record: a file that all ranks must have read alike; None: nothing is compared.
 
     Raises:
-        CheckpointError: this rank's own, or a report of the others'.
+        CheckpointError: this rank's own, a report of the others', or ranks that do not see the same store.
     """
-    texts = all_gather_json(None if error is None else str(error), group)
+    seen = None if error is not None or record is None else zlib.crc32(record.read_bytes())
+    answers = all_gather_json([None if error is None else str(error), seen], group)
+    texts = [text for text, _ in answers]
     if error is not None:
         raise error
     failed = {rank: text for rank, text in enumerate(texts) if text}
@@ -264,3 +276,6 @@ def agree_or_raise(error: CheckpointError | None, group: dist.ProcessGroup | Non
         rank, text = next(iter(failed.items()))
         fix = "See the message of that rank."
         raise CheckpointError("checkpoint", "must load on every rank", f"{text} (rank {rank})", fix)
+    if len({found for _, found in answers}) > 1:
+        fix = "Put `dirpath` on a store that all nodes share."
+        raise CheckpointError(str(record), "must be the same file on every rank", "different contents", fix)

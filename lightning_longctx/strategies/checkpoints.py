@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
-from lightning_longctx.checkpoint.layout import METADATA
+from lightning_longctx.checkpoint.layout import COMMIT, METADATA
 from lightning_longctx.checkpoint.plain import load_plain
 from lightning_longctx.checkpoint.reading import TensorDirectory
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, agree_or_raise
@@ -50,7 +50,7 @@ def load_any_checkpoint(
             state = load(strategy, path)
     except CheckpointError as problem:
         error = problem
-    agree_or_raise(error, _host_group(strategy))
+    agree_or_raise(error, _host_group(strategy), path / (COMMIT if is_checkpoint(path) else METADATA))
     return state
 
 

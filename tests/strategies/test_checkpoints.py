@@ -41,6 +41,8 @@ class _Module(pl.LightningModule):
         out = self.net(batch)
         return {"loss": out.loss, "per_token_loss": out.per_token_loss}
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
