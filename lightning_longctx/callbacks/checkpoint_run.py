@@ -237,9 +237,16 @@ class CheckpointRun:
         rank_zero_info(f"Stopped after step {self._step}. The same command with `ckpt_path: last` goes on from there.")
         if wants_queue and self._signals.is_slurm and self._trainer.is_global_zero and requeue():
             rank_zero_info("The job is queued again.")
+        self._log_last_step()
         if interrupt:
             raise KeyboardInterrupt
         raise SIGTERMException
+
+    def _log_last_step(self) -> None:
+        """Hand the metrics of the last step to the loggers: Lightning does it after this hook, and will not come to."""
+        connector = self._trainer._logger_connector
+        connector.on_batch_end()
+        connector.update_train_step_metrics()
 
     def _close(self) -> None:
         self._signals.remove()

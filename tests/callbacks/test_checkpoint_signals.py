@@ -16,10 +16,12 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_longctx import TrainingMetrics
 from lightning_longctx.callbacks.checkpoint_signals import StopSignals
 from lightning_longctx.checkpoint.discovery import scan
 from lightning_longctx.errors import CheckpointError
 from tests.callbacks.checkpoint_toy import assert_same, fit
+from tests.callbacks.toy import MemoryLogger
 from tests.helpers.pool import run_ranks
 
 
@@ -47,6 +49,14 @@ def test_stops_after_the_step_and_resumes_exactly(number: int) -> None:
     assert _steps("parts") == [7, 5]
     assert signal.getsignal(number) is before
     assert_same(fit("parts", 10, "last"), whole)
+
+
+def test_the_last_step_is_logged() -> None:
+    logger = MemoryLogger()
+    with pytest.raises(SIGTERMException):
+        fit("c", 10, callbacks=[TrainingMetrics(), Send(signal.SIGTERM, 3)], logger=logger, log_every_n_steps=1)
+    assert len(logger.column("train/loss")) == 4
+    assert _steps("c") == [4]
 
 
 def test_ctrl_c_saves_first_and_a_second_one_does_not_wait() -> None:

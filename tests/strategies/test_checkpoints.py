@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(257, 16), nn.Linear(16, 257)
+        self.embedding, self.head = nn.Embedding(257, 16), nn.Linear(16, 257, bias=False)
 
     def forward(self, batch: Any) -> Any:
         return causal_lm_loss(self.embedding(batch["input_ids"]), self.head.weight, batch)
