@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch, PackedSequence, model_inputs
 from lightning_longctx.callbacks import (
+    AsyncDCPCheckpoint,
     ChannelLoss,
+    CheckpointOptions,
     ExactTokenMean,
     MaxTokens,
     MoERouterHeatmap,
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORE_INDEX",
     "PAD_SOURCE_ID",
+    "AsyncDCPCheckpoint",
     "BatchContractError",
     "CausalLMModule",
     "ChannelLoss",
     "CheckpointError",
+    "CheckpointOptions",
     "ConfigurationError",
     "DataError",
     "DivergenceError",

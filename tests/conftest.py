@@ -7,10 +7,12 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before any import of a library that reads it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from _pytest.config import parse_warning_filter  # noqa: E402
 
 from tests.helpers import pool  # noqa: E402
@@ -42,3 +44,15 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _fixed_seed() -> None:
     """Start each test from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """End the process group of a strategy, and forget what it set: the next run would take itself for one of many."""
+    before = dict(os.environ)
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)

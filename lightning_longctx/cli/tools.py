@@ -18,6 +18,7 @@ __all__ = ["TOOLS", "Configuration", "run_tool"]
 
 #: Name, what ``longctx --help`` says, and the module with ``main(words, read) -> int``.
 TOOLS = {
+    "checkpoint": ("list, verify, export and prune checkpoints", "lightning_longctx.tools.checkpoint"),
     "probe": ("show how the documents pack: no model, no accelerator", "lightning_longctx.tools.probe.command"),
     "doctor": ("prove that a model trains alike in every layout", "lightning_longctx.tools.doctor.command"),
 }

@@ -68,6 +68,12 @@ class RowAssembly:
         sample = SequenceSettings(self.loading.seed, mixing="sample", limit=EVALUATION_DOCUMENTS)
         return self._rows(self.sources, sample, sp_size, vocab_size)
 
+    def describe(self, source_id: int, number: int) -> str:
+        """Where training document ``number`` of a source is, for people."""
+        if not 0 <= source_id < len(self.sources):
+            return f"source {source_id}, document {number}"
+        return f"{self.sources[source_id].describe(number)} ({self.source_names[source_id]})"
+
     def _rows(
         self, sources: Sequence[Source], sequence: SequenceSettings, sp_size: int, vocab_size: int | None
     ) -> RowSettings:

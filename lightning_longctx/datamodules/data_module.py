@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_longctx.batch import is_packed_batch
+from lightning_longctx.datamodules import messages
 from lightning_longctx.datamodules.assembly import EVALUATION_DOCUMENTS, RowAssembly
 from lightning_longctx.datamodules.choosing import resolve_policy
 from lightning_longctx.datamodules.counting import mix_over_ranks, sum_over_ranks
@@ -20,7 +21,6 @@ from lightning_longctx.datamodules.files import open_sources
 from lightning_longctx.datamodules.formats import check_tokenizer
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.loader import EvaluationLoader, RowPlan, TrainingLoader
-from lightning_longctx.datamodules.messages import cold_start_warning, first_row_line, start_line, step_line, summarize
 from lightning_longctx.datamodules.policies import BufferPolicy, DocumentCountPolicy, FixedBufferPolicy, PackingFacts
 from lightning_longctx.datamodules.row_state import COUNTERS, RowState
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings
@@ -32,7 +32,7 @@ from lightning_longctx.datamodules.sizes import (
     check_warmup,
 )
 from lightning_longctx.datamodules.source_settings import SourceSettings
-from lightning_longctx.datamodules.state import changes, gathered_state, restore_state, saved_state
+from lightning_longctx.datamodules.state import changes, gathered_state, join_states, restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
 from lightning_longctx.datamodules.trainer_settings import TrainerSettings
 from lightning_longctx.errors import ConfigurationError
@@ -183,9 +183,11 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     def _announce(self) -> None:
         self._to_announce = True
         topology = self._topology
-        rank_zero_info(step_line(self.max_tokens_per_batch, topology.dp_size, topology.sp_size, self._accumulate()))
-        rank_zero_info(start_line(self.max_tokens_per_batch, topology.dp_size, self._policy, self.counters))
-        if (warning := cold_start_warning(self.max_seq_len, self._policy)) is not None:
+        rank_zero_info(
+            messages.step_line(self.max_tokens_per_batch, topology.dp_size, topology.sp_size, self._accumulate())
+        )
+        rank_zero_info(messages.start_line(self.max_tokens_per_batch, topology.dp_size, self._policy, self.counters))
+        if (warning := messages.cold_start_warning(self.max_seq_len, self._policy)) is not None:
             rank_zero_warn(warning, category=UserWarning)
 
     def use_tokenizer_of(self, module: Any) -> None:
@@ -269,7 +271,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._ledger.use(self.trainer.global_step)
             if self._to_announce:
                 self._to_announce = False
-                rank_zero_info(first_row_line(self.counters, self.max_tokens_per_batch))
+                rank_zero_info(messages.first_row_line(self.counters, self.max_tokens_per_batch))
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -286,7 +288,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._loader.close()
             self._loader = None
         if stage == TrainerFn.FITTING and self._ledger is not None:
-            rank_zero_info(summarize(self.global_counters()))
+            rank_zero_info(messages.summarize(self.global_counters()))
         if self.trainer is not None:
             self._trainer_settings.restore(self.trainer)
 
@@ -320,12 +322,16 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state, on the same or another number of ranks.
 
+        Args:
+            state_dict: what :meth:`state_dict` returned, or ``{"local_states": [...]}`` with what
+                :meth:`local_state_dict` returned on each rank.
+
         Raises:
             ConfigurationError: the length of a source, the seed or the order changed, or the state lacks ranks.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return  # validating a checkpoint must not move the training data
-        self._to_restore = state_dict
+        self._to_restore = join_states(state_dict["local_states"]) if "local_states" in state_dict else state_dict
         if self._ledger is None:
             return
         stale = self._ledger.has_produced
@@ -345,9 +351,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
 
     def _evaluation_loader(self) -> EvaluationLoader:
         if self._assembly.validation is None:
-            rank_zero_info(
-                f"`data.validation_sources` is not set: the loss is that of {EVALUATION_DOCUMENTS} training documents."
-            )
+            rank_zero_info(messages.stand_in_line(EVALUATION_DOCUMENTS))
         settings = self._assembly.evaluation(self._topology.sp_size, self._model_vocabulary())
         # One candidate is enough here: order matters more than fill, and no batch waits for a pool.
         policy, runtime = FixedBufferPolicy(size=1), self._assembly.loading.runtime
@@ -360,10 +364,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             source_id: as in ``document_keys`` and ``source_ids``.
             number: of the document in its source.
         """
-        sources = self._assembly.sources
-        if not 0 <= source_id < len(sources):
-            return f"source {source_id}, document {number}"
-        return f"{sources[source_id].describe(number)} ({self.source_names[source_id]})"
+        return self._assembly.describe(source_id, number)
 
     def global_counters(self) -> dict[str, int]:
         """:attr:`counters` summed over all ranks: one reduction, which every rank must take part in."""

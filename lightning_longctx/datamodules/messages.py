@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightning_longctx.datamodules.policies import LONG_CONTEXT, BufferPolicy, FixedBufferPolicy
 
-__all__ = ["cold_start_warning", "first_row_line", "start_line", "step_line", "summarize"]
+__all__ = ["cold_start_warning", "first_row_line", "stand_in_line", "start_line", "step_line", "summarize"]
 
 
 def start_line(max_tokens_per_batch: int, dp_size: int, policy: BufferPolicy, counters: Mapping[str, int]) -> str:
@@ -51,3 +51,8 @@ def summarize(counters: Mapping[str, int]) -> str:
     parts = [f"{name.replace('_', ' ')} {value:,}" for name, value in counters.items() if value]
     share = f"; padding {padding / (packed + padding):.2%} of the rows" if packed else ""
     return f"Data: {', '.join(parts) or 'nothing read'}{share}."
+
+
+def stand_in_line(documents: int) -> str:
+    """What validation reads where nothing was given for it."""
+    return f"`data.validation_sources` is not set: the loss is that of {documents} training documents."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_longctx.datamodules.sources import IndexableSource
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology
 
-__all__ = ["changes", "gathered_state", "restore_state", "saved_state"]
+__all__ = ["changes", "gathered_state", "join_states", "restore_state", "saved_state"]
 
 # Raised when the form changes, so that an old state is refused instead of misread.
 _VERSION = 2
@@ -44,10 +44,16 @@ def gathered_state(own: dict[str, Any], topology: Topology) -> dict[str, Any]:
         return own
     gathered: list[Any] = [None] * topology.world_size
     dist.all_gather_object(gathered, own, group=topology.host_group)
+    return join_states(gathered)
+
+
+def join_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """One state of those of several ranks; ranks that read nothing have an empty one."""
+    read = [state for state in states if state]
     ranks: dict[int, Any] = {}
-    for state in gathered:
-        ranks |= state.get("ranks", {})
-    return {**own, **next((state for state in gathered if state), {}), "ranks": ranks} if ranks else {}
+    for state in read:
+        ranks |= state["ranks"]
+    return {**read[0], "ranks": ranks} if read else {}
 
 
 def restore_state(saved: Mapping[str, Any], settings: RowSettings, topology: Topology) -> RowState:

@@ -138,6 +138,12 @@ class CausalLMModule(LightningModule):
         """Number of token ids of the model; the data module checks documents against it."""
         return int(self.config.vocab_size)
 
+    @property
+    def tokenizer_home(self) -> str | None:
+        """The directory that the model came from, where a tokenizer may lie; an export takes it along."""
+        home = self._tokenizer_home
+        return home if home is not None and Path(home).is_dir() else None
+
     def check(self, sp_size: int = 1, max_seq_len: int | None = None, vocab_size: int | None = None) -> None:
         """Compare the configuration with a run, without a Trainer or weights. The command line asks it first.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning_longctx.strategies.activation_checkpointing import (
     as_checkpointing,
 )
 from lightning_longctx.strategies.agreement import check_equal_facts
+from lightning_longctx.strategies.checkpoints import load_any_checkpoint
 from lightning_longctx.strategies.checks import (
     CheckingLauncher,
     check_callbacks,
@@ -89,6 +91,8 @@ class LongContextFSDPStrategy(ExactSteps):
 
     #: Capability that callbacks ask for: gradients are already those of the exact token mean.
     applies_token_mean = True
+    #: Capability: checkpoint directories of this package are read here, onto any layout.
+    reads_checkpoint_directories = True
 
     #: Capability that modules ask for: tensors on the meta device become real one block at a time.
     fills_meta_weights = True
@@ -247,6 +251,12 @@ class LongContextFSDPStrategy(ExactSteps):
         if self.lightning_module is not None:
             allow_generate(self.lightning_module)
         super().teardown()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint of this package, of stock Lightning as one file, or as a sharded directory."""
+        assert self.lightning_module is not None
+        return load_any_checkpoint(self, Path(self.broadcast(checkpoint_path)), super().load_checkpoint)
 
     def _shard(self, module: pl.LightningModule) -> None:
         precision = self.precision_plugin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,17 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 
-from lightning_longctx.callbacks import ChannelLoss, ChannelOptions, ExactTokenMean, MoERouterHeatmap, TrainingMetrics
+from lightning_longctx.callbacks import (
+    AsyncDCPCheckpoint,
+    ChannelLoss,
+    ChannelOptions,
+    ExactTokenMean,
+    MoERouterHeatmap,
+    TrainingMetrics,
+)
+from lightning_longctx.callbacks.checkpoint_report import CheckpointReport
 from lightning_longctx.callbacks.router_metrics import RouterLoad
+from lightning_longctx.checkpoint.filesystem import FileSystem
 from tests.callbacks.channels import BATCHES, NAMES
 from tests.callbacks.toy import ToyLM, loader, make_batch, make_trainer
 
@@ -122,6 +132,24 @@ def test_the_table_lists_what_the_router_heatmap_logs() -> None:
     logged = {key.removesuffix("_mean") for key in load.metrics(full=False)}
     assert logged == documented_rows()["MoERouterHeatmap"]
     assert logged == set(re.findall(r"^    ``(moe/\w+)``", MoERouterHeatmap.__doc__ or "", flags=re.MULTILINE))
+
+
+class _Slow(FileSystem):
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "create" and path.suffix == ".distcp":
+            time.sleep(0.2)
+
+
+def test_the_table_lists_what_checkpoints_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [make_batch(seed, 5) for seed in range(2)]
+    monkeypatch.setattr("lightning_longctx.checkpoint.writer.FileSystem", _Slow)  # so that a write is seen under way
+    saving = AsyncDCPCheckpoint("checkpoints", every_n_train_steps=1)
+    trainer = make_trainer([saving], enable_checkpointing=True)
+    trainer.fit(ToyLM(), loader(batches), [loader(batches)])
+    logged = {key for _, row in trainer.logger.rows for key in row if key.startswith("checkpoint/")}
+    plain = {re.sub(r"/(weights|optimizer)$", "/<slot>", key) for key in logged}
+    assert plain == documented_rows()["AsyncDCPCheckpoint"]
+    assert plain == set(re.findall(r"``(checkpoint/[^`]+)``", CheckpointReport.__doc__ or ""))
 
 
 def test_the_worked_example_is_right() -> None:

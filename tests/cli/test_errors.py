@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_longctx.cli import main
+from lightning_longctx.cli import COMMANDS, TOOLS, main
 from lightning_longctx.cli.explain import explain
 from lightning_longctx.cli.schema import Place
 from tests.cli.test_app import TOYS
@@ -227,7 +227,7 @@ def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fot"]) == 2
     assert capsys.readouterr().err == "longctx: error: unknown command 'fot'. Did you mean `fit`?\n"
     assert main(["xyzzy"]) == 2
-    said = "longctx: error: unknown command 'xyzzy'. Commands: fit, validate, test, predict, probe, doctor.\n"
+    said = f"longctx: error: unknown command 'xyzzy'. Commands: {', '.join([*COMMANDS, *TOOLS])}.\n"
     assert capsys.readouterr().err == said
 
 

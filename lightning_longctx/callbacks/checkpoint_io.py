@@ -1,0 +1,134 @@
+"""How Lightning opens our directories under DDP and on one device; and which strategies can be saved at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
+from lightning_longctx.checkpoint.layout import COMMIT
+from lightning_longctx.checkpoint.restore import OpenCheckpoint, agree_or_raise
+from lightning_longctx.errors import CheckpointError, ConfigurationError
+from lightning_longctx.topology import Topology, topology_of
+
+__all__ = ["DirectoryCheckpointIO", "check_folder", "check_strategy", "install_reader", "remove_reader"]
+
+_FIELD = "callbacks.AsyncDCPCheckpoint"
+
+
+class DirectoryCheckpointIO(CheckpointIO):
+    """Opens checkpoint directories; leaves files to what was there before.
+
+    Args:
+        inner: for everything that is no directory of ours.
+        trainer: the run; its module is built, its optimizers come later.
+        open_checkpoint: opens a directory with the user's settings.
+    """
+
+    def __init__(
+        self, inner: CheckpointIO, trainer: pl.Trainer, open_checkpoint: Callable[[Any], OpenCheckpoint]
+    ) -> None:
+        self.inner = inner
+        self._trainer = trainer
+        self._open = open_checkpoint
+        self._opened: OpenCheckpoint | None = None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """As before: for ``trainer.save_checkpoint`` and other callbacks."""
+        self.inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """As before."""
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """As before."""
+        self.inner.teardown()
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Weights and the state of the run in Lightning's form; optimizers follow once they exist."""
+        path = Path(self._trainer.strategy.broadcast(path))  # ranks must not each believe their own look
+        if not is_checkpoint(path):
+            return self.inner.load_checkpoint(path, weights_only=weights_only)
+        error, state = None, dict[str, Any]()
+        topology = topology_of(self._trainer)
+        try:
+            with reading(path):
+                state = self._read(path, topology)
+        except CheckpointError as problem:
+            error = problem
+        agree_or_raise(error, topology.host_group, path / COMMIT)
+        return state
+
+    def _read(self, path: Path, topology: Topology) -> dict[str, Any]:
+        opened = self._opened = self._open(path)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            opened.require_resumable()
+        return {**opened.run_state(topology), "state_dict": opened.full_weights(self._trainer.lightning_module)}
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any], otherwise: Callable[[Any], None]) -> None:
+        """In place of the strategy's ``load_optimizer_state_dict``."""
+        if self._opened is None:
+            otherwise(checkpoint)
+            return
+        opened, self._opened = self._opened, None
+        opened.load_optimizers(self._trainer.lightning_module, self._trainer.optimizers)
+
+
+def check_folder(dirpath: object) -> None:
+    """Refuse a folder that is no path of a file system.
+
+    Raises:
+        ConfigurationError: a URL.
+    """
+    if dirpath is not None and "://" in str(dirpath):
+        fix = "Give a mounted path: a checkpoint gets its name by an atomic rename, which such stores do not have."
+        raise ConfigurationError(f"{_FIELD}.dirpath", "must be a folder", repr(str(dirpath)), fix)
+
+
+def check_strategy(trainer: pl.Trainer) -> None:
+    """Refuse what could not be saved rightly.
+
+    Raises:
+        ConfigurationError: a strategy that keeps parameters in a form of its own, or ``AsyncCheckpointIO``.
+    """
+    strategy = trainer.strategy
+    classes = {base.__name__ for base in type(strategy).__mro__}
+    reads = getattr(strategy, "reads_checkpoint_directories", False)
+    if not reads and (not isinstance(strategy, (DDPStrategy, SingleDeviceStrategy)) or "DeepSpeedStrategy" in classes):
+        fix = "Use LongContextFSDPStrategy, DDP or one device, or Lightning's ModelCheckpoint."
+        raise ConfigurationError(_FIELD, "needs parameters that it can name", type(strategy).__name__, fix)
+    inner = strategy.checkpoint_io
+    inner = inner.inner if isinstance(inner, DirectoryCheckpointIO) else inner
+    if isinstance(inner, AsyncCheckpointIO):
+        fix = "Leave that plug-in out: it removes the old checkpoint before the new one is there."
+        raise ConfigurationError(_FIELD, "cannot be used together with AsyncCheckpointIO", "both", fix)
+
+
+def install_reader(trainer: pl.Trainer, open_checkpoint: Callable[[Any], OpenCheckpoint]) -> None:
+    """Let the strategy open our directories, on this object only; nothing if it can by itself."""
+    strategy = trainer.strategy
+    remove_reader(trainer)
+    if getattr(strategy, "reads_checkpoint_directories", False):
+        return
+    reader = DirectoryCheckpointIO(strategy.checkpoint_io, trainer, open_checkpoint)
+    otherwise = strategy.load_optimizer_state_dict
+    strategy.checkpoint_io = reader
+    vars(strategy)["load_optimizer_state_dict"] = lambda checkpoint: reader.load_optimizers(checkpoint, otherwise)
+
+
+def remove_reader(trainer: pl.Trainer) -> None:
+    """Give the strategy back what it had. Safe to call twice."""
+    strategy = trainer.strategy
+    reader = strategy.checkpoint_io
+    if isinstance(reader, DirectoryCheckpointIO):
+        strategy.checkpoint_io = reader.inner
+        vars(strategy).pop("load_optimizer_state_dict", None)

@@ -1,0 +1,97 @@
+"""Loggers over a resume: the same run of W&B, the same folder of CSV and TensorBoard, one curve."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+
+__all__ = ["continue_loggers", "logger_identities", "refer_in_wandb"]
+
+
+def logger_identities(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """Class, name and version (W&B: id of the run) of each logger."""
+    return [
+        {"class": type(logger).__name__, "name": str(logger.name), "version": _plain(logger.version)}
+        for logger in trainer.loggers
+    ]
+
+
+def continue_loggers(trainer: pl.Trainer, saved: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Make the loggers go on where those of a checkpoint were, each that of its own class at its own place.
+
+    Args:
+        trainer: whose loggers; best before they have opened anything.
+        saved: what :func:`logger_identities` gave.
+        step: the step of the checkpoint; rows of later ones are dropped from CSV, since they come again.
+    """
+    for logger, identity in zip(trainer.loggers, saved, strict=False):
+        if identity["class"] != type(logger).__name__ or identity["version"] is None:
+            continue
+        version = identity["version"]
+        if isinstance(logger, CSVLogger):
+            _continue_csv(logger, version, step)
+        elif isinstance(logger, TensorBoardLogger):
+            if logger.version != version:
+                logger._experiment, logger._version = None, version
+        elif type(logger).__name__ == "WandbLogger":
+            _continue_wandb(logger, str(version))
+
+
+def refer_in_wandb(trainer: pl.Trainer, checkpoint: Path) -> None:
+    """Note a checkpoint in W&B as an artifact that refers to its path; nothing is uploaded."""
+    runs: list[Any] = [logger for logger in trainer.loggers if type(logger).__name__ == "WandbLogger"]
+    for logger in runs:
+        import wandb
+
+        artifact = wandb.Artifact(f"checkpoint-{logger.version}", type="model")
+        artifact.add_reference(f"file://{checkpoint.resolve()}", checksum=False)
+        logger.experiment.log_artifact(artifact, aliases=[checkpoint.name])
+
+
+def _plain(version: object) -> int | str | None:
+    return version if isinstance(version, int) or version is None else str(version)
+
+
+@rank_zero_only
+def _continue_csv(logger: CSVLogger, version: int | str, step: int) -> None:
+    logger._experiment, logger._version = None, version
+    path = Path(logger.log_dir) / "metrics.csv"
+    rows: list[dict[str, str]] = []
+    keys: list[str] = []
+    if path.is_file():
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            keys, rows = list(reader.fieldnames or []), [row for row in reader if _step_of(row) <= step]
+        path.unlink()  # Lightning's writer would remove it, with a warning
+    experiment = logger.experiment
+    if rows:
+        # The writer appends to the file that it finds, with the columns that it knows.
+        experiment.metrics_keys = keys
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=keys)
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def _step_of(row: Mapping[str, str]) -> int:
+    text = row.get("step", "")
+    return int(float(text)) if text else 0
+
+
+def _continue_wandb(logger: Logger, run_id: str) -> None:
+    settings: dict[str, Any] = getattr(logger, "_wandb_init", {})
+    if getattr(logger, "_experiment", None) is not None and logger.version != run_id:
+        rank_zero_warn(
+            f"W&B started a new run before the checkpoint of run {run_id} was read. With `ckpt_path: last` it goes on"
+            " in that one.",
+            category=UserWarning,
+        )
+        return
+    settings.update(id=run_id, resume="allow")
+    logger._id = run_id  # type: ignore[attr-defined]

@@ -1,0 +1,111 @@
+"""What the callback restores by itself, and how Lightning's counts fit another number of ranks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_longctx.callbacks.checkpoint_report import shown
+from lightning_longctx.checkpoint.layout import Commit
+from lightning_longctx.checkpoint.restore import RUN_STATE
+from lightning_longctx.checkpoint.rng import reseed, restore_rng
+from lightning_longctx.errors import CheckpointError
+
+__all__ = ["Resumed", "check_data", "hide_lightnings_hint", "realign_windows", "take_resumed"]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a fit goes on from.
+
+    Attributes:
+        path: its directory.
+        commit: its record.
+        rng: random number generators of this rank; None in another layout.
+        loggers: identities of its loggers.
+        data: class of the data module whose state it has; None if it has none.
+    """
+
+    path: Path
+    commit: Commit
+    rng: dict[str, Any] | None
+    loggers: list[dict[str, Any]]
+    data: str | None
+
+    def restore_random_numbers(self, rank: int) -> None:
+        """Put this rank's generators back; in another layout seed them anew, from the checkpoint and the rank."""
+        if self.rng is not None:
+            restore_rng(self.rng)
+        else:
+            reseed(self.commit.attempt, rank)
+
+    def announce(self, trainer: pl.Trainer) -> None:
+        """Say where the run goes on."""
+        text = f"Resumed at step {self.commit.step} from {shown(self.path)}."
+        if self.data is not None:
+            text += " The data goes on after the last row of that step: nothing is repeated or lost."
+        if self.rng is None:
+            text += f" It was saved by {len(self.commit.ranks)} processes: weights, optimizer and data were dealt anew,"
+            text += " random numbers start from new seeds."
+        rank_zero_info(text)
+
+
+def take_resumed(checkpoint: dict[str, Any]) -> Resumed | None:
+    """Take our own part out of a loaded checkpoint; None if it is not one of ours."""
+    state = checkpoint.pop(RUN_STATE, None)
+    if state is None:
+        return None
+    return Resumed(Path(state["path"]), state["commit"], state["rng"], state["loggers"], state["data"])
+
+
+def check_data(trainer: pl.Trainer, resumed: Resumed, warn_only: bool) -> None:
+    """Make sure that saved data state finds its data module, and a stateful data module its state.
+
+    Raises:
+        CheckpointError: one of them is missing.
+    """
+    data = getattr(trainer, "datamodule", None)
+    present = type(data).__qualname__ if data is not None else None
+    if resumed.data == present or (resumed.data is None and not hasattr(data, "local_state_dict")):
+        return
+    got = f"state of {resumed.data or 'no data module'} for {present or 'no data module'}"
+    if warn_only:
+        warnings.warn(f"The data starts anew: {resumed.path.name} has {got}", UserWarning, stacklevel=2)
+        return
+    fix = "Resume with the same data module, or set `on_missing: warn` to start the data anew."
+    raise CheckpointError(str(resumed.path), "must hold the state of the data", got, fix)
+
+
+def realign_windows(loops: Mapping[str, Any], saved: int, present: int) -> None:
+    """Count micro-batches of the epoch as if steps had always had the present number of them.
+
+    Lightning finds the end of an accumulation window by counting micro-batches. Where ranks changed and the tokens of a
+    step did not, a step has another number of them, and the count must stand at the end of a window again.
+
+    Args:
+        loops: Lightning's loop state, changed in place.
+        saved: micro-batches of a step when it was saved.
+        present: now.
+    """
+    if saved == present:
+        return
+    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
+    current, total = progress["current"], progress["total"]
+    windows = math.ceil(current["ready"] / saved)
+    behind = {key: current["ready"] - current[key] for key in current}
+    change = windows * present - current["ready"]
+    for key in current:
+        total[key] += change
+        current[key] = windows * present - behind[key]
+
+
+def hide_lightnings_hint() -> None:
+    """Lightning would advise ``save_last`` of another callback where the first run finds nothing to resume."""
+    warnings.filterwarnings("ignore", message=r".*there is no last checkpoint available", category=UserWarning)
