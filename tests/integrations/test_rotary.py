@@ -48,8 +48,10 @@ def config_of(**changes: Any) -> Any:
 
 def whole_row(batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Transformers' own model on the unsharded row with a dense mask: token losses and gradients."""
-    torch.manual_seed(0)
+    ours = CausalLMModule(config=PHI3, init_seed=0)
+    ours.configure_model()
     model = AutoModelForCausalLM.from_config(config_of(), attn_implementation="eager")
+    model.load_state_dict(ours.model.state_dict())  # type: ignore[union-attr]
     total = batch["input_ids"].shape[1]
     document = torch.bucketize(torch.arange(total), batch["cu_seqlens"][1:], right=True)
     allowed = (document[:, None] == document[None]) & torch.ones(total, total).tril().bool()
