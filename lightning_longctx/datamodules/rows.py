@@ -92,6 +92,8 @@ class RowBuilder:
     def __init__(
         self, settings: RowSettings, policy: BufferPolicy, state: RowState, feed: CandidateFeed | None = None
     ) -> None:
+        if not settings.balance and len(state.planned) > 1:  # the new configuration wins: rows are chosen again
+            state = replace(state, candidates=state.waiting, planned=())
         self._settings = settings
         self._policy = policy
         self._state = state
@@ -102,14 +104,10 @@ class RowBuilder:
         self._planned = list(state.planned)
         self._counters = Counter(state.counters)
         self._exhausted = state.exhausted
-        self._stopped = False
         self._weights = state.weights
         self._mixed: Mapping[str, float] = {}  # the weights in force, where they are not those of the sources
-        candidates = state.candidates
-        if not settings.balance and len(self._planned) > 1:  # the new configuration wins: rows are chosen again
-            candidates, self._planned = state.waiting, []
         drawn = {source_id: state.drawn[name] for source_id, name in self._names.items() if name in state.drawn}
-        self._pool = DocumentPool(candidates, settings.count_targets, drawn)
+        self._pool = DocumentPool(state.candidates, settings.count_targets, drawn)
         # Another policy than the one that was saved starts afresh: the new configuration wins.
         if state.policy.get("class") == type(policy).__name__:
             policy.load_state_dict(state.policy["state"])
@@ -121,12 +119,11 @@ class RowBuilder:
 
     def open(self) -> None:
         """Start the worker processes. Without this they start with the first document."""
-        if not self._exhausted:
-            self._feed.start()
+        self._feed.start()
 
     def stop(self) -> None:
         """Make a :meth:`plan` that runs in another thread fail before its next document."""
-        self._stopped = True
+        self._feed.stop()
 
     def reweight(self, row: int, weights: Mapping[str, float]) -> None:
         """Mix by other weights, by source name, from the documents on that are read for row number ``row``."""
@@ -240,8 +237,6 @@ class RowBuilder:
 
     def _draw(self, budget: Budget) -> list[Candidate] | None:
         """The candidates of the next document; None if there is none, or none before more rows were given."""
-        if self._stopped:
-            raise InterruptedError("reading was stopped")
         if self._exhausted or self._comes_too_soon(budget):
             return None
         found = self._feed.draw()
