@@ -44,7 +44,7 @@ class DocumentStream:
         self._reader = reader
         self._num_workers = num_workers
         self._seed = seed
-        self._results: Iterator[Draw | Pieces] | None = None
+        self._results: Any = None  # the iterator of a loader
 
     def peek(self) -> Drawn | None:
         """The next draw, which stays; waits for it. None at the end."""
@@ -74,7 +74,13 @@ class DocumentStream:
         self._results = iter(_loader(_Reading(self._reader), requests, self._num_workers, self._seed))
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes.
+
+        Not left to the garbage collector: an error that was raised here holds their iterator, and one that is collected
+        in a cycle waits 5 s for each worker, since its queues are finalized before it says goodbye through them.
+        """
+        if self._results is not None and self._num_workers:
+            self._results._shutdown_workers()
         self._results = None
 
     def _receive(self) -> None:
