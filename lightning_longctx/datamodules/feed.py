@@ -62,6 +62,9 @@ class CandidateFeed(ABC):
     def reweight(self, weights: Mapping[str, float]) -> None:  # noqa: B027
         """Mix by other weights, by source name, from the next document on. Those that are not named keep theirs."""
 
+    def expect(self, candidates: Iterable[Candidate]) -> None:  # noqa: B027
+        """What will probably be fetched next, in order. Nothing depends on it but time."""
+
     # B027: nothing to start, stop or close without documents to read, so these are no abstract methods.
     def start(self) -> None:  # noqa: B027
         """Begin to read ahead."""
@@ -121,6 +124,10 @@ class DocumentFeed(CandidateFeed):
             self._opened().reread()
         for candidate in lacking:
             self._restore(candidate)
+
+    def expect(self, candidates: Iterable[Candidate]) -> None:
+        """Read these again before the others."""
+        self._rereads.expect(candidates)
 
     def counts(self) -> Counter[str]:
         """What was read, split and dropped since the last call."""

@@ -30,7 +30,7 @@ class Rereads:
 
     Args:
         state: whose waiting documents may have no tokens. Those of planned rows are wanted first, then those of the
-            pool in its order.
+            pool in its order, or in one that is :meth:`expected <expect>`.
     """
 
     def __init__(self, state: RowState | None = None) -> None:
@@ -61,12 +61,13 @@ class Rereads:
         """Whether what is asked for next is needed by a row."""
         return next(iter(self._spans), None) in self._wanted
 
+    def expect(self, candidates: Iterable[Candidate]) -> None:
+        """Candidates that will probably be needed first, in this order."""
+        self._move_to_front(_records(candidates))
+
     def want(self, candidates: Iterable[Candidate]) -> None:
         """Candidates of a row, which waits for them: what was not asked for yet comes first."""
-        records = self._want(candidates)
-        for record in reversed(records):
-            if record in self._spans:
-                self._spans.move_to_end(record, last=False)
+        self._move_to_front(self._want(candidates))
 
     def request(self) -> Reread | None:
         """What to read next; None if there is nothing more."""
@@ -90,9 +91,18 @@ class Rereads:
         return pieces.part(candidate.start, candidate.start + candidate.length)
 
     def _want(self, candidates: Iterable[Candidate]) -> list[tuple[int, int]]:
-        records = list(dict.fromkeys(_record(candidate) for candidate in candidates if candidate.document is None))
+        records = _records(candidates)
         self._wanted.update(record for record in records if record not in self._read)
         return records
+
+    def _move_to_front(self, records: list[tuple[int, int]]) -> None:
+        for record in reversed(records):
+            if record in self._spans:
+                self._spans.move_to_end(record, last=False)
+
+
+def _records(candidates: Iterable[Candidate]) -> list[tuple[int, int]]:
+    return list(dict.fromkeys(_record(candidate) for candidate in candidates if candidate.document is None))
 
 
 def _record(candidate: Candidate) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from itertools import chain
 
 from lightning_longctx.batch import PackedBatch
 from lightning_longctx.datamodules.balance import planning_depth
-from lightning_longctx.datamodules.choosing import plan_row
+from lightning_longctx.datamodules.choosing import likely_next, plan_row
 from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.feed import CandidateFeed, DocumentFeed
 from lightning_longctx.datamodules.mixing import SequenceSettings
@@ -23,6 +23,8 @@ __all__ = ["COUNTERS", "RowBuilder", "RowSettings", "RowState", "RowWarmup"]
 
 #: Fill that ``cut_to_fill`` reaches: the default target of the adaptive policy. A smaller gap is not worth a cut.
 CUT_TARGET = 0.998
+# Rows of which a resume guesses the documents. Later ones depend on what is read meanwhile.
+_GUESSED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,9 @@ class RowBuilder:
         # Another policy than the one that was saved starts afresh: the new configuration wins.
         if state.policy.get("class") == type(policy).__name__:
             policy.load_state_dict(state.policy["state"])
+        if any(candidate.document is None for candidate in state.candidates):  # after a resume
+            guess = likely_next(self._pool, policy, self._budget(self._row), self._row, _GUESSED_ROWS)
+            self._feed.expect([*chain.from_iterable(planned.candidates for planned in self._planned), *guess])
 
     @property
     def exhausted(self) -> bool:
@@ -208,11 +213,7 @@ class RowBuilder:
         settings = self._settings
         row = self._row + len(self._planned)
         self._mix_for(row)
-        budget = (
-            settings.budget
-            if settings.warmup is None
-            else settings.warmup.budget(settings.budget, self._state.earlier_rows + row, settings.pad_to_multiple_of)
-        )
+        budget = self._budget(row)
         chosen = plan_row(self._pool, self._policy, budget, row, lambda: self._draw(budget))
         left = budget.physical - sum(candidate.length for candidate in chosen)
         if settings.cut_to_fill and chosen and not settings.count_targets:
@@ -224,6 +225,12 @@ class RowBuilder:
             self._counters += left_over([*chosen, *self._pool.take(range(len(self._pool)))])
             return []
         return chosen
+
+    def _budget(self, row: int) -> Budget:
+        settings = self._settings
+        if settings.warmup is None:
+            return settings.budget
+        return settings.warmup.budget(settings.budget, self._state.earlier_rows + row, settings.pad_to_multiple_of)
 
     def _mix_for(self, row: int) -> None:
         """Put the weights in force that were set for row number ``row`` or an earlier one."""

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_longctx.datamodules import FixedBufferPolicy, PackingSettings
+from lightning_longctx.datamodules import AdaptiveBufferPolicy, Budget, FixedBufferPolicy, PackingSettings
+from lightning_longctx.datamodules.choosing import likely_next
 from lightning_longctx.datamodules.cursors import Share
 from lightning_longctx.datamodules.documents import Document, DocumentReader, Draw, Pieces
 from lightning_longctx.datamodules.mixers import open_mixer
 from lightning_longctx.datamodules.mixing import Request, SequenceSettings
-from lightning_longctx.datamodules.pool import Candidate
+from lightning_longctx.datamodules.pool import Candidate, DocumentPool
 from lightning_longctx.datamodules.reread import Reread, Rereads
 from lightning_longctx.datamodules.row_state import PlannedRow, RowState
 from lightning_longctx.datamodules.rows import RowBuilder
@@ -63,6 +64,27 @@ def test_what_a_row_needs_overtakes_and_is_asked_for_once() -> None:
         assert rereads.awaited
         rereads.arrived(Pieces(0, number))
     assert not rereads.awaited
+
+
+def test_what_is_expected_comes_before_the_rest_of_the_pool() -> None:
+    pool = tuple(map(_candidate, [5, 1, 7, 3]))
+    planned = (PlannedRow(0, (_candidate(9),)),)
+    rereads = Rereads(RowState(planned=planned, candidates=pool))
+    rereads.expect([_candidate(9), pool[2], pool[1]])
+    assert rereads.urgent
+    assert _asked(rereads) == [9, 7, 1, 5, 3]
+
+
+def test_the_next_rows_are_guessed_and_nothing_changes() -> None:
+    pool = DocumentPool([_candidate(number, length=length) for number, length in enumerate([20, 20, 12, 5, 7])])
+    policy = AdaptiveBufferPolicy()
+    before = policy.state_dict()
+    rows = likely_next(pool, policy, Budget(32, 32, 4096), 0, 2)
+    assert {candidate.number for candidate in rows[:2]} == {0, 2}
+    assert {candidate.number for candidate in rows[2:]} == {1, 3, 4}
+    assert len(pool) == 5
+    assert pool.tokens == 64
+    assert policy.state_dict() == before
 
 
 def test_documents_that_have_their_tokens_are_not_read_again() -> None:
