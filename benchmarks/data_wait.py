@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ HEADROOM = 1.3
 #: Documents that wait in the pool of the run that is resumed.
 POOL = 200
 WAYS = ("ready", "on demand", "main", "worker")
+#: Rows that are timed after a resume.
+RESUMED_ROWS = 5
 #: Turns for first rows; the median is reported.
 TURNS = 3
 
@@ -77,14 +80,36 @@ def lengths(stream: str, count: int) -> list[int]:
     return [int(length) for length in draw.clip(64, WINDOW)]
 
 
-def make_data(found: list[int], tokenize: Any, runtime: str, policy: Any = "adaptive") -> DynamicBatchingDataModule:
+@dataclass(frozen=True)
+class ResumeFigures:
+    """A resume with :data:`POOL` documents in the pool.
+
+    The least is the sleep of the documents that the rows are made of and of the new ones that the policy waits for,
+    divided among the workers.
+
+    Attributes:
+        first_seconds: time to the first row.
+        first: the same, over the least.
+        later: time to row number :data:`RESUMED_ROWS`, over the least.
+        pool_seconds: sleep of all documents in the pool, divided among the workers.
+    """
+
+    first_seconds: float
+    first: float
+    later: float
+    pool_seconds: float
+
+
+def make_data(
+    found: list[int], tokenize: Any, runtime: str, policy: Any = "adaptive", workers: int = WORKERS
+) -> DynamicBatchingDataModule:
     """A data module over documents of given lengths."""
     return DynamicBatchingDataModule(
         {"a": [{"text": str(length)} for length in found]},
         tokenizer=tokenize,
         max_seq_len=WINDOW,
         buffer_policy=policy,
-        loading=LoadingSettings(num_workers=WORKERS, shuffle=False, runtime=runtime),  # type: ignore[arg-type]
+        loading=LoadingSettings(num_workers=workers, shuffle=False, runtime=runtime),  # type: ignore[arg-type]
     )
 
 
@@ -125,23 +150,42 @@ def measure(way: str, stream: str, rows: int, seconds: float) -> Figures:
     return Figures(first / oracle, statistics.median(waits), float(np.quantile(waits, 0.99)), max(waits))
 
 
-def resume_seconds(runtime: str, seconds: float) -> tuple[float, float]:
-    """Seconds to the first row after a resume with :data:`POOL` long documents, and of reading them all again."""
-    draw = np.random.default_rng(1)
-    found = [int(length) for length in draw.integers(WINDOW // 4, WINDOW, 3 * POOL)]
+def resume(runtime: str, workers: int, seconds: float) -> ResumeFigures:
+    """Stop after a row, with :data:`POOL` documents of an eighth of a window waiting, and go on."""
+    found = lengths("eighths", 2 * POOL)
     data = make_data(found, sleeping_tokenizer(0), runtime, FixedBufferPolicy(POOL))
     next(iter(data.train_dataloader()))
     assert data._ledger is not None
     saved = saved_state(data._ledger.used, data._training_settings())
+    read = data.counters["documents_read"]
     assert len(RowState.from_plain(saved["ranks"][0]).waiting) >= POOL - 8
-    resumed = make_data(found, sleeping_tokenizer(seconds), runtime, FixedBufferPolicy(POOL))
+    resumed = make_data(found, sleeping_tokenizer(seconds), runtime, FixedBufferPolicy(POOL), workers)
     resumed.load_state_dict(saved)
+    given, times, ratios = 0, [], []
     start = time.perf_counter()
     rows = iter(resumed.train_dataloader())
-    next(rows)
-    taken = time.perf_counter() - start
+    for row in islice(rows, RESUMED_ROWS if workers else 1):
+        times.append(time.perf_counter() - start)
+        given += len(row["document_keys"])
+        needed = given + resumed.counters["documents_read"] - read
+        ratios.append(times[-1] / (needed * seconds / max(workers, 1)))
     rows.close()  # type: ignore[attr-defined]
-    return taken, POOL * seconds / WORKERS
+    return ResumeFigures(times[0], ratios[0], ratios[-1], POOL * seconds / max(workers, 1))
+
+
+def print_resumes(runtimes: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Measure resumes and print their table."""
+    print(f"\nResume with {POOL} documents in the pool, {seconds:g} s each; later: row {RESUMED_ROWS}.\n")
+    print("| runtime | workers | first row, s | first row / least | later / least | reading the pool again, s |")
+    print("|---|---|---|---|---|---|")
+    results = {}
+    for runtime, workers in product(runtimes, (0, WORKERS)):
+        figures = resume(runtime, workers, seconds)
+        results[f"{runtime}, {workers} workers"] = asdict(figures)
+        later = f"{figures.later:.2f}" if workers else ""
+        cells = [f"{figures.first_seconds:.1f}", f"{figures.first:.2f}", later, f"{figures.pool_seconds:.0f}"]
+        print(f"| `{runtime}` | {workers} | {' | '.join(cells)} |", flush=True)
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -166,12 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results[way] = asdict(figures)
         cells = [f"{figures.first:.2f}", *(f"{100 * value:.2f} %" for value in list(asdict(figures).values())[1:])]
         print(f"| {way} | {' | '.join(cells)} |", flush=True)
-    print(f"\nWaits are parts of a step. Resume with {POOL} documents in the pool, {chosen.seconds:g} s each:\n")
-    print("| runtime | first row, s | reading the pool again, s |\n|---|---|---|")
-    for runtime in [way for way in chosen.only if way in ("main", "worker")]:
-        taken, whole = resume_seconds(runtime, chosen.seconds)
-        results[runtime] |= {"resume_seconds": taken, "pool_seconds": whole}
-        print(f"| {runtime} | {taken:.2f} | {whole:.0f} |", flush=True)
+    print("\nWaits are parts of a step.")
+    runtimes = [way for way in chosen.only if way in ("main", "worker")]
+    results["resume"] = print_resumes(runtimes, chosen.seconds)
     if chosen.json:
         chosen.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -17,7 +17,7 @@ from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.settings import nearest
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["POLICIES", "plan_row", "resolve_policy"]
+__all__ = ["POLICIES", "likely_next", "plan_row", "resolve_policy"]
 
 #: Policies by the names that YAML takes.
 POLICIES: dict[str, Callable[[], BufferPolicy]] = {
@@ -69,3 +69,20 @@ def plan_row(
         return []
     view, indices = pool.offer(row, budget.physical)
     return pool.take([indices[index] for index in policy.select(view, budget)])
+
+
+def likely_next(pool: DocumentPool, policy: BufferPolicy, budget: Budget, row: int, rows: int) -> list[Candidate]:
+    """What the next rows would be made of if no further document came, in order. Changes nothing.
+
+    Args:
+        pool: candidates that wait.
+        policy: chooses; resolved.
+        budget: of a row.
+        row: how many rows have been given.
+        rows: how many to look ahead.
+    """
+    rest, found = pool.copy(), list[Candidate]()
+    policy = deepcopy(policy)
+    for ahead in range(rows):
+        found += plan_row(rest, policy, budget, row + ahead, lambda: None)
+    return found

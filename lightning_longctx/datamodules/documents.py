@@ -22,7 +22,7 @@ from lightning_longctx.datamodules.sources import IndexableSource, Source, Strea
 from lightning_longctx.datamodules.tokenizers import Tokenize
 from lightning_longctx.errors import DataError
 
-__all__ = ["Document", "DocumentReader", "Draw", "Tokens"]
+__all__ = ["Document", "DocumentReader", "Draw", "Pieces", "Tokens"]
 
 Tokens: TypeAlias = NDArray[np.int32]
 
@@ -69,9 +69,35 @@ class Draw:
     error: DataError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a record gave when it was read again.
+
+    Attributes:
+        source_id: place of the source.
+        number: which record of it.
+        documents: the pieces that were asked for, as far as the record goes.
+        tokens: of the whole record.
+        error: why it could not be read; None if it could.
+    """
+
+    source_id: int
+    number: int
+    documents: tuple[Document, ...] = ()
+    tokens: int = 0
+    error: str | None = None
+
+    def part(self, start: int, stop: int) -> Document | str:
+        """Tokens ``start`` to ``stop`` of the record, all within one piece; or what is wrong with them."""
+        for piece in self.documents:
+            if piece.start <= start and stop <= piece.start + len(piece):
+                return piece.part(start - piece.start, stop - piece.start)
+        return self.error or f"{self.tokens} tokens instead of at least {stop}"
+
+
 @dataclass(frozen=True)
 class DocumentReader:
-    """Reads, tokenizes and cuts records. Runs in worker processes, and in the main process to read a document again.
+    """Reads, tokenizes and cuts records. Runs in worker processes, if there are any.
 
     Args:
         sources: by source id.
@@ -124,6 +150,24 @@ class DocumentReader:
     def carried_id(self, source_id: int) -> int:
         """The source id that documents of a source carry."""
         return source_id if self.source_ids is None else self.source_ids[source_id]
+
+    def reread(self, source_id: int, number: int, spans: Sequence[tuple[int, int]]) -> Pieces:
+        """Read a record of an indexable source again. Never raises for bad data: the error is part of the result.
+
+        Args:
+            source_id: place of the source in ``sources``.
+            number: which record.
+            spans: first token and the one after the last of each piece that is wanted.
+        """
+        try:
+            whole = self.read_whole(source_id, number)
+        except DataError as error:
+            return Pieces(source_id, number, error=str(error))
+        except BadRecord as error:
+            return Pieces(source_id, number, error=f"{error.rule}, got {error.got} it")
+        length = len(whole)
+        pieces = tuple(whole.part(start, min(stop, length)) for start, stop in spans if start < length)
+        return Pieces(source_id, number, pieces, length)
 
     def read_whole(self, source_id: int, number: int, record: Mapping[str, Any] | None = None) -> Document:
         """Turn a record into one document, however long it is and whatever the limits of its source.

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_longctx.datamodules.bad_record import BadRecord
 from lightning_longctx.datamodules.cursors import Share
-from lightning_longctx.datamodules.documents import Document, DocumentReader
+from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.mixers import open_mixer
 from lightning_longctx.datamodules.mixing import SequenceSettings, SourceState
 from lightning_longctx.datamodules.pool import Candidate
+from lightning_longctx.datamodules.reread import Rereads
 from lightning_longctx.datamodules.row_state import RowState
-from lightning_longctx.datamodules.sources import IndexableSource
 from lightning_longctx.datamodules.stream import DocumentStream
 from lightning_longctx.errors import DataError
 
@@ -63,9 +62,15 @@ class CandidateFeed(ABC):
     def reweight(self, weights: Mapping[str, float]) -> None:  # noqa: B027
         """Mix by other weights, by source name, from the next document on. Those that are not named keep theirs."""
 
-    # B027: nothing to start or close without processes, so these are no abstract methods.
+    def expect(self, candidates: Iterable[Candidate]) -> None:  # noqa: B027
+        """What will probably be fetched next, in order. Nothing depends on it but time."""
+
+    # B027: nothing to start, stop or close without documents to read, so these are no abstract methods.
     def start(self) -> None:  # noqa: B027
         """Begin to read ahead."""
+
+    def stop(self) -> None:  # noqa: B027
+        """Make a call that runs in another thread fail before its next document."""
 
     def close(self) -> None:  # noqa: B027
         """End the worker processes."""
@@ -88,6 +93,8 @@ class DocumentFeed(CandidateFeed):
         self._start = state
         self._weights = {source.name: source.weight for source in reader.sources}
         self._counts: Counter[str] = Counter()
+        self._rereads = Rereads(state)
+        self._stopped = False
         self._stream: DocumentStream | None = None  # opened when first needed: that may fail, and takes time
 
     def head(self) -> Head | None:
@@ -97,6 +104,7 @@ class DocumentFeed(CandidateFeed):
 
     def draw(self) -> list[Candidate] | None:
         """Take the next document."""
+        self._check()
         stream = self._opened()
         found = stream.peek()
         if found is None:
@@ -108,10 +116,18 @@ class DocumentFeed(CandidateFeed):
         return [Candidate.of(document, found.passes) for document in found.draw.documents]
 
     def fetch(self, candidates: Iterable[Candidate]) -> None:
-        """Read again the tokens of candidates of which only the place was saved."""
-        for candidate in candidates:
-            if candidate.document is None:
-                candidate.document = self._read_again(candidate)
+        """Wait for the tokens of candidates of which only the place was saved."""
+        lacking = [candidate for candidate in candidates if candidate.document is None]
+        self._rereads.want(lacking)
+        while self._rereads.awaited:
+            self._check()
+            self._opened().reread()
+        for candidate in lacking:
+            self._restore(candidate)
+
+    def expect(self, candidates: Iterable[Candidate]) -> None:
+        """Read these again before the others."""
+        self._rereads.expect(candidates)
 
     def counts(self) -> Counter[str]:
         """What was read, split and dropped since the last call."""
@@ -126,8 +142,12 @@ class DocumentFeed(CandidateFeed):
         return {source.name: state for source, state in zip(self._reader.sources, states, strict=True)}, count
 
     def start(self) -> None:
-        """Start the worker processes."""
+        """Start the worker processes, if there is anything to read."""
         self._opened().start()
+
+    def stop(self) -> None:
+        """Make a call that runs in another thread fail before its next document."""
+        self._stopped = True
 
     def reweight(self, weights: Mapping[str, float]) -> None:
         """Mix by other weights from the next document on."""
@@ -147,23 +167,18 @@ class DocumentFeed(CandidateFeed):
             share = Share(start.dp_rank, start.dp_size)
             mixer = open_mixer(sources, self._sequence, share, states, start.count)
             mixer.reweight([self._weights[source.name] for source in sources])
-            self._stream = DocumentStream(self._reader, mixer, self._num_workers, self._sequence.seed)
+            self._stream = DocumentStream(self._reader, mixer, self._num_workers, self._sequence.seed, self._rereads)
         return self._stream
 
-    def _read_again(self, candidate: Candidate) -> Document:
-        source = self._reader.sources[candidate.source_id]
-        assert isinstance(source, IndexableSource)
-        stop = candidate.start + candidate.length
-        try:
-            whole = self._reader.read_whole(candidate.source_id, candidate.number)
-        except DataError as error:
-            found = str(error)
-        except BadRecord as error:
-            found = f"{error.rule}, got {error.got} it"
-        else:
-            if stop <= len(whole):
-                return whole.part(candidate.start, stop)
-            found = f"{len(whole)} tokens instead of at least {stop}"
-        got = f"{source.describe(candidate.number)}: {found}"
-        fix = "Resume with the same files and tokenizer, or start anew."
-        raise DataError(source.field, "must give the tokens it gave before the stop", got, fix)
+    def _check(self) -> None:
+        if self._stopped:
+            raise InterruptedError("reading was stopped")
+
+    def _restore(self, candidate: Candidate) -> None:
+        found = self._rereads.take(candidate)
+        if isinstance(found, str):
+            source = self._reader.sources[candidate.source_id]
+            got = f"{source.describe(candidate.number)}: {found}"
+            fix = "Resume with the same files and tokenizer, or start anew."
+            raise DataError(source.field, "must give the tokens it gave before the stop", got, fix)
+        candidate.document = found

@@ -86,6 +86,10 @@ class SampleMixer(Mixer):
         self._taken = self._ready.popleft()[1]
 
     @property
+    def ahead(self) -> int:
+        return len(self._open) + len(self._ready)
+
+    @property
     def exhausted(self) -> bool:
         last = self._after()
         return last.documents == self._settings.limit or all(place.ended for place in last.places)
@@ -193,6 +197,10 @@ class TokenMixer(Mixer):
             if not lane.place.ended:
                 lane.credit += tokens * weight / active
         chosen.credit -= tokens
+
+    @property
+    def ahead(self) -> int:
+        return sum(lane.waits for lane in self._lanes)
 
     @property
     def exhausted(self) -> bool:

@@ -134,6 +134,11 @@ class Mixer(ABC):
 
     @property
     @abstractmethod
+    def ahead(self) -> int:
+        """How many draws were asked for and are not taken."""
+
+    @property
+    @abstractmethod
     def exhausted(self) -> bool:
         """Whether nothing follows the last draw that was taken."""
 

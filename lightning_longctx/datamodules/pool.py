@@ -103,6 +103,10 @@ class DocumentPool:
     def __len__(self) -> int:
         return len(self._candidates)
 
+    def copy(self) -> DocumentPool:
+        """Another pool of the same candidates."""
+        return DocumentPool(self._candidates, self._count_targets, self._drawn)
+
     @property
     def tokens(self) -> int:
         """Tokens of all candidates."""

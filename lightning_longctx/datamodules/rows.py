@@ -9,7 +9,7 @@ from itertools import chain
 
 from lightning_longctx.batch import PackedBatch
 from lightning_longctx.datamodules.balance import planning_depth
-from lightning_longctx.datamodules.choosing import plan_row
+from lightning_longctx.datamodules.choosing import likely_next, plan_row
 from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.feed import CandidateFeed, DocumentFeed
 from lightning_longctx.datamodules.mixing import SequenceSettings
@@ -23,6 +23,8 @@ __all__ = ["COUNTERS", "RowBuilder", "RowSettings", "RowState", "RowWarmup"]
 
 #: Fill that ``cut_to_fill`` reaches: the default target of the adaptive policy. A smaller gap is not worth a cut.
 CUT_TARGET = 0.998
+# Rows of which a resume guesses the documents. Later ones depend on what is read meanwhile.
+_GUESSED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class RowBuilder:
     def __init__(
         self, settings: RowSettings, policy: BufferPolicy, state: RowState, feed: CandidateFeed | None = None
     ) -> None:
+        if not settings.balance and len(state.planned) > 1:  # the new configuration wins: rows are chosen again
+            state = replace(state, candidates=state.waiting, planned=())
         self._settings = settings
         self._policy = policy
         self._state = state
@@ -102,17 +106,16 @@ class RowBuilder:
         self._planned = list(state.planned)
         self._counters = Counter(state.counters)
         self._exhausted = state.exhausted
-        self._stopped = False
         self._weights = state.weights
         self._mixed: Mapping[str, float] = {}  # the weights in force, where they are not those of the sources
-        candidates = state.candidates
-        if not settings.balance and len(self._planned) > 1:  # the new configuration wins: rows are chosen again
-            candidates, self._planned = state.waiting, []
         drawn = {source_id: state.drawn[name] for source_id, name in self._names.items() if name in state.drawn}
-        self._pool = DocumentPool(candidates, settings.count_targets, drawn)
+        self._pool = DocumentPool(state.candidates, settings.count_targets, drawn)
         # Another policy than the one that was saved starts afresh: the new configuration wins.
         if state.policy.get("class") == type(policy).__name__:
             policy.load_state_dict(state.policy["state"])
+        if any(candidate.document is None for candidate in state.candidates):  # after a resume
+            guess = likely_next(self._pool, policy, self._budget(self._row), self._row, _GUESSED_ROWS)
+            self._feed.expect([*chain.from_iterable(planned.candidates for planned in self._planned), *guess])
 
     @property
     def exhausted(self) -> bool:
@@ -121,12 +124,11 @@ class RowBuilder:
 
     def open(self) -> None:
         """Start the worker processes. Without this they start with the first document."""
-        if not self._exhausted:
-            self._feed.start()
+        self._feed.start()
 
     def stop(self) -> None:
         """Make a :meth:`plan` that runs in another thread fail before its next document."""
-        self._stopped = True
+        self._feed.stop()
 
     def reweight(self, row: int, weights: Mapping[str, float]) -> None:
         """Mix by other weights, by source name, from the documents on that are read for row number ``row``."""
@@ -211,11 +213,7 @@ class RowBuilder:
         settings = self._settings
         row = self._row + len(self._planned)
         self._mix_for(row)
-        budget = (
-            settings.budget
-            if settings.warmup is None
-            else settings.warmup.budget(settings.budget, self._state.earlier_rows + row, settings.pad_to_multiple_of)
-        )
+        budget = self._budget(row)
         chosen = plan_row(self._pool, self._policy, budget, row, lambda: self._draw(budget))
         left = budget.physical - sum(candidate.length for candidate in chosen)
         if settings.cut_to_fill and chosen and not settings.count_targets:
@@ -227,6 +225,12 @@ class RowBuilder:
             self._counters += left_over([*chosen, *self._pool.take(range(len(self._pool)))])
             return []
         return chosen
+
+    def _budget(self, row: int) -> Budget:
+        settings = self._settings
+        if settings.warmup is None:
+            return settings.budget
+        return settings.warmup.budget(settings.budget, self._state.earlier_rows + row, settings.pad_to_multiple_of)
 
     def _mix_for(self, row: int) -> None:
         """Put the weights in force that were set for row number ``row`` or an earlier one."""
@@ -240,8 +244,6 @@ class RowBuilder:
 
     def _draw(self, budget: Budget) -> list[Candidate] | None:
         """The candidates of the next document; None if there is none, or none before more rows were given."""
-        if self._stopped:
-            raise InterruptedError("reading was stopped")
         if self._exhausted or self._comes_too_soon(budget):
             return None
         found = self._feed.draw()

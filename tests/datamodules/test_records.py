@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_longctx.datamodules import SourceSettings
 from lightning_longctx.datamodules.files import open_source
@@ -123,6 +123,36 @@ def test_two_passes_at_a_time_do_not_disturb_each_other() -> None:
     assert [next(other), next(first)] == [ITEMS[0], ITEMS[4]]
     assert first.state() != state
     assert list(source.open(4, state))[0] == ITEMS[4]
+
+
+@pytest.mark.parametrize("runtime", ["main", "worker"])
+def test_a_streaming_dataset_does_not_see_workers_and_loses_nothing(tmp_path: Path, runtime: str) -> None:
+    """It would give each worker process other shards, by ``get_worker_info()``, and none to a third one."""
+    log = tmp_path / "log"
+
+    def note(what: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{what} {get_worker_info() is not None}\n")
+
+    def shards(shards: list[int]) -> Iterator[dict[str, str]]:
+        for shard in shards:
+            for record in ITEMS[shard : shard + 5]:
+                note("read in a worker:")
+                yield record
+
+    def tokenize(text: str) -> list[int]:
+        note("tokenized in a worker:")
+        return [int(text.split()[1])] * 4
+
+    streaming = datasets.IterableDataset.from_generator(shards, gen_kwargs={"shards": [0, 5, 10, 15]})
+    assert streaming.num_shards == 4
+    data = data_module({"web": streaming}, tokenizer=tokenize, num_workers=2, runtime=runtime)
+    rows = list(data.train_dataloader())
+    assert [key for row in rows for key in keys_of(row)] == [(0, number) for number in range(20)]
+    tokens = [token for row in rows for token in row["input_ids"][0].tolist()]
+    assert tokens == [number for number in range(20) for _ in range(4)]
+    lines = log.read_text().splitlines()
+    assert sorted(lines) == ["read in a worker: False"] * 20 + ["tokenized in a worker: True"] * 20
 
 
 def test_map_style_datasets_are_indexable_and_read_again() -> None:

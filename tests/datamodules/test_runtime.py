@@ -176,6 +176,19 @@ def test_a_tokenizer_that_fails_is_told(runtime: str, kind: type[Exception]) -> 
         assert "in _fails" in str(caught.value), "the traceback says where"
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_an_error_that_is_kept_keeps_no_process(runtime: str) -> None:
+    before = active_children()
+    data = data_module({"a": [{"text": "x"}] * 30}, tokenizer=_fails, runtime=runtime, num_workers=2)
+    with pytest.raises((ZeroDivisionError, DataError), match="division") as caught:
+        next(iter(data.train_dataloader()))
+    assert active_children() == before
+    start = time.monotonic()
+    del caught, data
+    gc.collect()
+    assert time.monotonic() - start < 4
+
+
 def test_a_killed_row_process_is_an_error_and_not_a_hang() -> None:
     data = data_module({"a": records(400)}, runtime="worker", num_workers=1)
     loader = data.train_dataloader()
