@@ -27,7 +27,7 @@ def attach(module: nn.Module, blocks: Sequence[nn.Module], offloader: Offloader)
 
     Args:
         module: the whole module.
-        blocks: its chosen submodules. Call this after the blocks' ``forward`` was wrapped for checkpointing.
+        blocks: its chosen submodules. Compile them and wrap their ``forward`` for checkpointing before this.
         offloader: moves it.
 
     Returns:
@@ -46,6 +46,9 @@ def attach(module: nn.Module, blocks: Sequence[nn.Module], offloader: Offloader)
         elif hasattr(outer, "checkpoint_fn"):
             around = partial(_untraced(_offloaded_checkpoint), offloader, block, outer.checkpoint_fn)
             undo.append(_replace(outer, "checkpoint_fn", around))
+        elif outer._compiled_call_impl is not None:
+            around = partial(_untraced(_offloaded), offloader, block, outer._compiled_call_impl)
+            undo.append(_replace(outer, "_compiled_call_impl", around))
         else:
             undo.append(_replace(outer, "forward", partial(_untraced(_offloaded), offloader, block, outer.forward)))
 
@@ -80,8 +83,8 @@ def _offloaded_checkpoint(
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a compiler break its graph here and go on inside: hooks act between compiled parts, not inside of one."""
-    untraced: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
+    """Keep a compiler away from a function; a compiled module that it calls is compiled all the same."""
+    untraced: Callable[..., Any] = torch.compiler.disable(function)
     return untraced
 
 

@@ -65,6 +65,7 @@ class Offloader:
         self.counters = OffloadCounters()
         self.weights = Weights()
         self.watching = True
+        self._untraced_pack, self._untraced_unpack = map(torch.compiler.disable, (self.pack, self.unpack))
         self._min_bytes = int(settings.min_tensor_mib * MIB)
         self._device_limit = int(settings.device_limit_gib * GIB)
         self._keep = settings.keep_last_blocks
@@ -98,10 +99,18 @@ class Offloader:
         if self.settings.level != "all":
             only = {storage_key(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and is_movable(leaf)}
         try:
-            with saved_tensors_hooks(partial(self.pack, only), self.unpack):
+            with self.hooks(only):
                 yield
         finally:
             self._give_up_leaving()
+
+    def hooks(self, only: set[int] | None) -> saved_tensors_hooks:
+        """The pair of hooks; out of a compiler's sight, or it would trace them where compiled code saves a tensor.
+
+        Args:
+            only: storages that may move; None for any.
+        """
+        return saved_tensors_hooks(partial(self._untraced_pack, only), self._untraced_unpack)
 
     def pack(self, only: set[int] | None, tensor: Tensor) -> Any:
         """Turn a tensor that autograd saves into a handle.

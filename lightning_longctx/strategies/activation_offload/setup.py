@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from lightning_longctx.errors import ConfigurationError
@@ -144,7 +143,7 @@ class RunningOffload:
         """Offload whatever is saved inside; see :func:`offload_activations`."""
         if module is not None:
             self._offloader.weights.add(module.modules())
-        with saved_tensors_hooks(partial(self._offloader.pack, None), self._offloader.unpack):
+        with self._offloader.hooks(None):
             yield
 
     def checkpoint_contexts(self, policy: Callable[..., Any]) -> Callable[[], tuple[Any, Any]]:
