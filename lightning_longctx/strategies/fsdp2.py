@@ -47,6 +47,7 @@ from lightning_longctx.strategies.preparation import prepare_module
 from lightning_longctx.strategies.rows import RowSharder
 from lightning_longctx.strategies.settings import ProcessSettings, ShardingSettings, as_settings
 from lightning_longctx.strategies.shard import register_forward_methods
+from lightning_longctx.strategies.tiled_mlp import TiledMLP, apply_tiles, as_tiled_mlp
 from lightning_longctx.strategies.ulysses import Exchange, check_heads, set_running_exchange
 from lightning_longctx.token_mean import TokenMean
 from lightning_longctx.topology import Topology
@@ -83,6 +84,8 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
             :class:`ActivationCheckpointing`: computes blocks again in backward in place of keeping what they computed.
         activation_offload: ``none`` (default), ``sync``, ``async``, or a mapping of :class:`ActivationOffload`: keeps
             saved activations of blocks in host memory until backward. Numbers stay the same; it costs copies.
+        tiled_mlp: ``none`` (default), ``auto``, a list of class names or patterns, or a mapping of :class:`TiledMLP`:
+            runs MLPs in tiles of tokens, computed again in backward.
         sharding: units, gathering and reduction; see :class:`ShardingSettings`.
         processes: backend and time limit; see :class:`ProcessSettings`.
 
@@ -110,6 +113,7 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         data_parallel_replicate_size: int = 1,
         activation_checkpointing: CheckpointingMode | ActivationCheckpointing | dict[str, Any] = "none",
         activation_offload: OffloadMode | ActivationOffload | dict[str, Any] = "none",
+        tiled_mlp: str | list[str] | TiledMLP | dict[str, Any] = "none",
         sharding: ShardingSettings | dict[str, Any] | None = None,
         processes: ProcessSettings | dict[str, Any] | None = None,
     ) -> None:
@@ -118,6 +122,7 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         self.activation_checkpointing = as_checkpointing(activation_checkpointing)
         self.activation_offload = as_offload(activation_offload)
         check_with_checkpointing(self.activation_offload, self.activation_checkpointing.mode)
+        self.tiled_mlp = as_tiled_mlp(tiled_mlp)
         self._offload: RunningOffload | None = None
         check_world(
             sequence_parallel_size * data_parallel_replicate_size, sequence_parallel_size, data_parallel_replicate_size
@@ -281,6 +286,7 @@ class LongContextFSDPStrategy(ModelParallelStrategy):
         plugin = precision if isinstance(precision, FSDP2Precision) else FSDP2Precision()
         self._precision_plugin = plugin
         self._offload = start_offload(self.activation_offload, self.root_device, self.num_processes)
+        apply_tiles(module, self.tiled_mlp)
         prepare_module(
             module,
             self._require_layout(),
