@@ -29,13 +29,13 @@ def test_bytes_moved_are_the_analytic_number(tokens: int, layers: int) -> None:
 
 
 def test_each_part_lowers_the_peak_or_what_is_kept() -> None:
-    shape, tokens = Shape(layers=4), 65536
+    shape, tokens = Shape(layers=4), 131072  # shorter, and gradients of weights set the peak
     figures = {name: measure(shape, tokens, *WAYS[name]) for name in WAYS}
     plain, offload = figures["checkpointing"], figures["checkpointing, offload boundary"]
     both = figures["checkpointing, offload boundary, tiles"]
     block = tokens * shape.hidden * 2
     assert plain.kept - offload.kept == (shape.layers - 2) * block, "all but the newest, and the input of the body"
-    assert offload.peak < plain.peak
+    assert offload.peak < plain.peak - block / 2
     assert both.peak < offload.peak - 3 * tokens * shape.inner * 2, "one tile's gate, up and product"
     everything = figures["offload all alone"]
     assert everything.moved < 0.75 * figures["PyTorch's save_on_cpu alone"].moved, "weights and second copies"

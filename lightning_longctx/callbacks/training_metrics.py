@@ -39,6 +39,7 @@ class TrainingMetrics(Callback):
     ``train/tokens_per_s``       source tokens of all ranks per second of training              since the last log
     ``data/source_fill``         source tokens / token budget of the micro-batches, all ranks   since the last log
     ``data/<counter>``           what the data module counts: documents, drops, cuts, padding   the run
+    ``offload/<counter>``        what activation offload counts on this rank, where it is on    the run
     ``val/loss``, ``test/loss``  token mean over all ranks and loaders                          the whole loop
     ============================ ============================================================== =====================
 
@@ -176,6 +177,8 @@ class TrainingMetrics(Callback):
         count = getattr(getattr(trainer, "datamodule", None), "global_counters", None)
         if count is not None:
             metrics |= {f"data/{name}": float(value) for name, value in count().items()}
+        of_strategy = getattr(trainer.strategy, "step_metrics", None)
+        metrics |= of_strategy() if of_strategy is not None else {}
         for name, value in metrics.items():
             # In float64, since float32 ends exact counts at 2^24; on the host, since progress bars read it each batch.
             number = torch.tensor(value, dtype=torch.float64, device="cpu")
