@@ -42,8 +42,9 @@ class TiledMLP:
         modules: ``auto`` (default): plain and gated MLPs, found by name and by the shapes of their weights; routers and
             experts are left alone. Or class names and path patterns of modules that map ``[..., T, H]`` to
             ``[..., T, H']`` token by token, from one argument. ``none``: none.
-        tiles: number of tiles, the same on every rank whatever its tokens, also for modules that communicate inside.
-            Default 0: as many as make tiles of as many tokens as the module's input is wide, at least 1,024.
+        tiles: number of tiles, the same on every rank whatever its tokens (some may be empty). Give it for modules that
+            communicate inside, or ranks with other rows would wait for one another. Default 0: as many as make tiles of
+            as many tokens as the module's input is wide, at least 1,024.
 
     Raises:
         ConfigurationError: not a name or a list, or a number of tiles below 0 or absurdly large.
@@ -155,11 +156,11 @@ def _tiled(mlp: nn.Module, forward: Callable[[Tensor], Tensor], tiles: int, /, *
         rule = "must name modules that take one tensor [..., T, H]"
         raise ConfigurationError(_FIELD, rule, f"{type(mlp).__name__} with {len(given)} arguments", "Leave it out.")
     x = given[0]
+    if any(isinstance(child, FSDPModule) for child in mlp.modules() if child is not mlp):
+        # Their parameters would be gathered anew in each tile, and their gradients end in tensors of that moment.
+        fix = "Shard the module whole, or its block: leave `sharding.blocks` out, or name the module there."
+        raise ConfigurationError(_FIELD, "must name modules without FSDP units inside", type(mlp).__name__, fix)
     if tiles == 0:
-        if any(isinstance(child, FSDPModule) for child in mlp.modules() if child is not mlp):
-            fix = "Give the number: `tiled_mlp: {tiles: 8}`. Or shard whole blocks: leave `sharding.blocks` out."
-            rule = "must be given where parts of the module gather their parameters in each tile, or ranks may wait"
-            raise ConfigurationError(f"{_FIELD}.tiles", rule, type(mlp).__name__, fix)
         tiles = -(-x.shape[-2] // max(x.shape[-1], _MIN_TILE_TOKENS))
     parameters = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):

@@ -107,8 +107,10 @@ class CudaBackend(DeviceBackend):
     def empty_host(self, nbytes: int) -> tuple[Tensor, bool]:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         buffer.zero_()  # touches each page here, where the process runs, rather than inside of the registration
-        code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)
-        return buffer, int(code) == 0
+        pinned = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0)) == 0
+        if not pinned:
+            self._forget_error()
+        return buffer, pinned
 
     @override
     def free_host(self, buffer: Tensor) -> None:
@@ -137,7 +139,6 @@ class CudaBackend(DeviceBackend):
     def wait(self, event: Event) -> None:
         compute = torch.cuda.current_stream(self.device)
         if event.query():
-            compute.wait_event(event)
             return
         before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record(compute)
@@ -175,6 +176,13 @@ class CudaBackend(DeviceBackend):
                 running.append((before, behind))
         self._stalls = running
         return self._waited
+
+    def _forget_error(self) -> None:
+        """Take note of a registration that failed; CUDA would report it at the next kernel, as if that had failed."""
+        try:
+            torch.empty(1, device=self.device).zero_()
+        except RuntimeError:
+            return
 
 
 def check_pinned_settings(environment: Any) -> None:

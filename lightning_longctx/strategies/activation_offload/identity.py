@@ -134,12 +134,10 @@ class Weights:
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Learn the weights of modules as they are now, without those of their children."""
-        for module in modules:
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None and not is_traceable_wrapper_subclass(tensor):
-                    storage = tensor.untyped_storage()
-                    if storage._cdata not in self._storages:
-                        self._storages[storage._cdata] = StorageWeakRef(storage)
+        for tensor in (t for module in modules for t in (*module._parameters.values(), *module._buffers.values())):
+            if tensor is not None and not is_traceable_wrapper_subclass(tensor):
+                storage = tensor.untyped_storage()
+                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
 
     def prune(self) -> None:
         """Forget storages that are gone."""

@@ -45,6 +45,7 @@ class Stash:
         self.users = 0
         self.fetched = 0  # how often it came back
         self.ahead = False  # fetched, and not asked for yet
+        self._awaited = False  # somebody waited for what came back
         self._waiting = 0  # handles that have not read it since
         self._device: Tensor | None = flat
         self._host: HostBuffer | None = None
@@ -81,7 +82,7 @@ class Stash:
     def give_up_device(self) -> None:
         """Free the device memory, in the order of the computation: after the copy to the host."""
         if self._device is not None and self._out is not None and self._in is None:
-            self._backend.wait(self._out)
+            self._backend.wait(self._out)  # memory that came back was waited for when it was read
         self._forget_device()
 
     def start_in(self) -> None:
@@ -92,13 +93,14 @@ class Stash:
         self._last = self._in
         self.fetched += 1
         self._waiting = self.users
+        self._awaited = False
 
     def read(self) -> Tensor:
         """Return the bytes on the device, which the computation may read from now on."""
         assert self._device is not None
         if self._in is not None:
-            self._backend.wait(self._in)
-            self._in = None
+            self._backend.wait(self._in)  # each time: the next reader may compute on another stream
+            self._awaited = True
         return self._device
 
     def was_read(self) -> None:
@@ -108,7 +110,7 @@ class Stash:
             self._forget_device()
 
     def _forget_device(self) -> None:
-        if self._device is not None and self._in is not None:
+        if self._device is not None and self._in is not None and not self._awaited:
             self._backend.abandon(self._device, self._in)
         self._device = self._in = None
 
