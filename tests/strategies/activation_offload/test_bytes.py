@@ -255,14 +255,17 @@ def test_compiled_blocks(mode, compile_what):
         else:
             layer.compile(backend="aot_eager")
     offload.attach(model, list(model.layers))
-    for _ in range(2):
+    packs = []
+    for _ in range(3):
         model.zero_grad()
         model(batch()).square().mean().backward()
+        packs.append(offload.counters.copies_out + sum(number for number, _ in offload.counters.stayed.values()))
+    assert packs == [packs[0], 2 * packs[0], 3 * packs[0]], "none while a graph is traced"
     got = {name.replace("_orig_mod.", ""): value for name, value in gradients(model).items()}
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value)
-    assert offload.counters.calls == 4
+    assert offload.counters.calls == 6
     assert offload.counters.bytes_out > 0
     assert offload.counters.stayed["weights"][0] > 0
     assert offload.host_bytes[0] == 0
