@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import offload_time
 from benchmarks.offload import WAYS, Shape, analytic, main, measure
 
 SMALL = Shape(layers=3, hidden=64, inner=224, heads=4, kv_heads=2)
@@ -53,3 +54,13 @@ def test_a_run_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["--tokens", "8192", "--layers", "2", "--json", str(page)]) == 0
     assert "equal to the analytic number" in capsys.readouterr().out
     assert set(json.loads(page.read_text())) == {f"8192 {name}" for name in WAYS}
+
+
+def test_ways_take_turns_and_agree_in_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "times.json"
+    arguments = ["--device", "cpu", "--tokens", "64", "--layers", "3", "--hidden", "128", "--turns", "2"]
+    assert offload_time.main([*arguments, "--json", str(page)]) == 0
+    (found,) = json.loads(page.read_text()).values()
+    assert set(found) == set(offload_time.WAYS)
+    assert all(row["equal"] and row["ratio"] > 0 for row in found.values())
+    assert "| async |" in capsys.readouterr().out
