@@ -31,7 +31,7 @@ from lightning_longctx.errors import (
 )
 from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
 from lightning_longctx.recompute import is_recomputing
-from lightning_longctx.strategies import LongContextFSDPStrategy, gather_row, ulysses_attention
+from lightning_longctx.strategies import LongContextFSDPStrategy, gather_row, offload_activations, ulysses_attention
 from lightning_longctx.topology import Topology, topology_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ __all__ = [
     "gather_row",
     "is_recomputing",
     "model_inputs",
+    "offload_activations",
     "record_router_indices",
     "topology_of",
     "ulysses_attention",

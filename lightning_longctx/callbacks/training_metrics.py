@@ -51,6 +51,7 @@ class TrainingMetrics(Callback):
     ``data/mix/<source>``            share of a source in the tokens packed so far              the run
     ``data/wait_s_p50``              median wait for a micro-batch, the slowest rank            since the last log
     ``data/wait_s_p99``              99th percentile of the same                                since the last log
+    ``offload/<counter>``            what activation offload counts on this rank                the run
     ``val/loss``, ``test/loss``      token mean over all ranks and loaders                      the whole loop
     ================================ ========================================================== =====================
 
@@ -187,6 +188,8 @@ class TrainingMetrics(Callback):
         # Every rank has the same parts and comes here at the same step, so their collectives meet.
         metrics |= data_metrics(getattr(trainer, "datamodule", None))
         metrics |= slowest_rank_metrics(trainer, self._topology)
+        of_strategy = getattr(trainer.strategy, "step_metrics", None)
+        metrics |= of_strategy() if of_strategy is not None else {}
         for name, value in metrics.items():
             # In float64, since float32 ends exact counts at 2^24; on the host, since progress bars read it each batch.
             number = torch.tensor(value, dtype=torch.float64, device="cpu")

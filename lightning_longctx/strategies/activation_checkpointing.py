@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.strategies.positional import with_positional_tensors
 from lightning_longctx.strategies.settings import as_settings
 
 __all__ = [
@@ -103,13 +104,20 @@ def checkpoints_itself(module: nn.Module) -> list[str]:
     ]
 
 
-def apply_checkpointing(module: nn.Module, blocks: Sequence[nn.Module], settings: ActivationCheckpointing) -> None:
+def apply_checkpointing(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    settings: ActivationCheckpointing,
+    offloading: Callable[[Callable[..., Any]], Callable[[], Any]] | None = None,
+) -> None:
     """Let blocks compute their activations again, in place, before they are sharded.
 
     Args:
         module: the whole module.
         blocks: its repeated blocks.
         settings: which of them.
+        offloading: makes the contexts of ``selective`` from a policy that moves what it keeps to the host; None keeps
+            it on the device.
 
     Raises:
         ConfigurationError: the model checkpoints by itself already, or has no repeated blocks.
@@ -126,7 +134,12 @@ def apply_checkpointing(module: nn.Module, blocks: Sequence[nn.Module], settings
         fix = "Name the blocks in `sharding.blocks`, or write `activation_checkpointing: none`."
         raise ConfigurationError(field, "needs repeated blocks", f"{type(module).__name__} without any", fix)
     step = settings.n if settings.mode == "every_n" else 1
-    contexts = partial(create_selective_checkpoint_contexts, _keep_attention) if settings.mode == "selective" else None
+    contexts = None
+    if settings.mode == "selective" and offloading is not None:
+        contexts = offloading(partial(_keep_attention, CheckpointPolicy.MUST_CPU_OFFLOAD))
+    elif settings.mode == "selective":
+        policy = partial(_keep_attention, CheckpointPolicy.MUST_SAVE)
+        contexts = partial(create_selective_checkpoint_contexts, policy)
     for block in blocks[::step]:
         block.forward = partial(_checkpointed, block.forward, contexts)
 
@@ -134,12 +147,15 @@ def apply_checkpointing(module: nn.Module, blocks: Sequence[nn.Module], settings
 def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any] | None, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    call, tensors = with_positional_tensors(forward, args, kwargs)
     if contexts is None:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(call, *tensors, use_reentrant=False)
+    return checkpoint(call, *tensors, use_reentrant=False, context_fn=contexts)
 
 
-def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_attention(
+    choice: CheckpointPolicy, context: Any, operator: Any, /, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     name = str(operator)
     known = name in _ATTENTION_OPERATORS or name.rpartition(".")[0] in _ATTENTION_OPERATORS
-    return CheckpointPolicy.MUST_SAVE if known else CheckpointPolicy.PREFER_RECOMPUTE
+    return choice if known else CheckpointPolicy.PREFER_RECOMPUTE

@@ -81,6 +81,8 @@ def run_facts(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> 
         "strategy.sequence_parallel_size": strategy.sequence_parallel_size,
         "strategy.data_parallel_replicate_size": strategy.data_parallel_replicate_size,
         "strategy.activation_checkpointing": stable_text(strategy.activation_checkpointing),
+        "strategy.activation_offload": stable_text(strategy.activation_offload),
+        "strategy.tiled_mlp": stable_text(strategy.tiled_mlp),
         "strategy.sharding": stable_text(strategy.sharding),
         **{f"trainer.{name}": getattr(module.trainer, name) for name in _TRAINER_SETTINGS},
         "model": type(module).__name__,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
@@ -20,6 +21,14 @@ from lightning_longctx.strategies.activation_checkpointing import (
     ActivationCheckpointing,
     CheckpointingMode,
     as_checkpointing,
+)
+from lightning_longctx.strategies.activation_offload import (
+    ActivationOffload,
+    OffloadMode,
+    RunningOffload,
+    as_offload,
+    check_with_checkpointing,
+    start_offload,
 )
 from lightning_longctx.strategies.agreement import check_equal_facts
 from lightning_longctx.strategies.checkpoints import load_any_checkpoint
@@ -38,6 +47,7 @@ from lightning_longctx.strategies.refusals import check_token_mixing
 from lightning_longctx.strategies.settings import ProcessSettings, ShardingSettings, as_settings
 from lightning_longctx.strategies.shard import register_forward_methods
 from lightning_longctx.strategies.steps import ExactSteps
+from lightning_longctx.strategies.tiled_mlp import TiledMLP, apply_tiles, as_tiled_mlp
 from lightning_longctx.strategies.ulysses import Exchange, check_heads, set_running_exchange
 from lightning_longctx.topology import Topology
 
@@ -74,6 +84,10 @@ class LongContextFSDPStrategy(ExactSteps):
             which needs least memory.
         activation_checkpointing: ``none`` (default), ``full``, ``every_n``, ``selective``, or a mapping of
             :class:`ActivationCheckpointing`: computes blocks again in backward in place of keeping what they computed.
+        activation_offload: ``none`` (default), ``sync``, ``async``, or a mapping of :class:`ActivationOffload`: keeps
+            saved activations of blocks in host memory until backward. Numbers stay the same; it costs copies.
+        tiled_mlp: ``none`` (default), ``auto``, a list of class names or patterns, or a mapping of :class:`TiledMLP`:
+            runs MLPs in tiles of tokens, computed again in backward.
         sharding: units, gathering and reduction; see :class:`ShardingSettings`.
         processes: backend and time limit; see :class:`ProcessSettings`.
 
@@ -102,12 +116,18 @@ class LongContextFSDPStrategy(ExactSteps):
         sequence_parallel_size: int = 1,
         data_parallel_replicate_size: int = 1,
         activation_checkpointing: CheckpointingMode | ActivationCheckpointing | dict[str, Any] = "none",
+        activation_offload: OffloadMode | ActivationOffload | dict[str, Any] = "none",
+        tiled_mlp: str | list[str] | TiledMLP | dict[str, Any] = "none",
         sharding: ShardingSettings | dict[str, Any] = _SHARDING,
         processes: ProcessSettings | dict[str, Any] = _PROCESSES,
     ) -> None:
         self.sharding = as_settings(ShardingSettings, sharding, "sharding")
         self.processes = as_settings(ProcessSettings, processes, "processes")
         self.activation_checkpointing = as_checkpointing(activation_checkpointing)
+        self.activation_offload = as_offload(activation_offload)
+        check_with_checkpointing(self.activation_offload, self.activation_checkpointing.mode)
+        self.tiled_mlp = as_tiled_mlp(tiled_mlp)
+        self._offload: RunningOffload | None = None
         check_sizes(sequence_parallel_size, data_parallel_replicate_size)
         super().__init__(process_group_backend=self.processes.backend, timeout=self.processes.timeout)
         self.sequence_parallel_size = sequence_parallel_size
@@ -241,6 +261,8 @@ class LongContextFSDPStrategy(ExactSteps):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            if self._offload is not None:
+                self._offload.watch(self.optimizers, rank_zero_info)
             check_manual_optimization(module, self)
         self.setup_precision_plugin()
 
@@ -250,6 +272,8 @@ class LongContextFSDPStrategy(ExactSteps):
         set_running_exchange(None)
         if self.lightning_module is not None:
             allow_generate(self.lightning_module)
+        if self._offload is not None:
+            self._offload.close()
         super().teardown()
 
     @override
@@ -258,10 +282,16 @@ class LongContextFSDPStrategy(ExactSteps):
         assert self.lightning_module is not None
         return load_any_checkpoint(self, Path(self.broadcast(checkpoint_path)), super().load_checkpoint)
 
+    def step_metrics(self) -> dict[str, float]:
+        """What a logged step shows of the strategy: activation offload on this rank, since the start."""
+        return {} if self._offload is None else self._offload.metrics()
+
     def _shard(self, module: pl.LightningModule) -> None:
         precision = self.precision_plugin
         plugin = precision if isinstance(precision, FSDP2Precision) else FSDP2Precision()
         self._precision_plugin = plugin
+        self._offload = start_offload(self.activation_offload, self.root_device, self.num_processes)
+        apply_tiles(module, self.tiled_mlp)
         prepare_module(
             module,
             self._require_layout(),
@@ -271,6 +301,7 @@ class LongContextFSDPStrategy(ExactSteps):
             checkpointing=self.activation_checkpointing,
             seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
             device=self.root_device,
+            offload=self._offload,
         )
         methods = [name for name in _STEP_METHODS if callable(getattr(module, name, None))]
         register_forward_methods(module, methods + self.sharding.forward_methods)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_longctx.strategies.activation_checkpointing import ActivationCheckpointing, apply_checkpointing
+from lightning_longctx.strategies.activation_offload import RunningOffload
 from lightning_longctx.strategies.agreement import check_equal_hashes, hash_tensors, named_tensors
 from lightning_longctx.strategies.initialization import fill_meta, init_by_name, meta_names
 from lightning_longctx.strategies.mesh import Layout
@@ -29,6 +30,7 @@ def prepare_module(
     checkpointing: ActivationCheckpointing,
     seed: int,
     device: torch.device,
+    offload: RunningOffload | None = None,
 ) -> None:
     """Shard a module in place.
 
@@ -41,12 +43,16 @@ def prepare_module(
         checkpointing: which blocks are computed again in backward.
         seed: of weights that ``reset_parameters`` draws.
         device: of the computation.
+        offload: moves saved activations of blocks; None for none.
 
     Raises:
         ConfigurationError: weights that cannot be made or differ between ranks, or settings that do not fit the module.
     """
     blocks = find_blocks(module, sharding.blocks)
-    apply_checkpointing(module, blocks, checkpointing)
+    moves_kept = offload is not None and offload.settings.level == "policy"
+    apply_checkpointing(module, blocks, checkpointing, offload.checkpoint_contexts if offload and moves_kept else None)
+    if offload is not None:
+        offload.attach(module, blocks)
     fill = getattr(module, "fill_weights", None) or partial(init_by_name, module, seed=seed)
     order = [name for name, _ in named_tensors(module)]
     hashes: dict[str, Tensor] = {}
