@@ -216,6 +216,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._ledger.reset(restore_state(saved, settings, self._topology))
             if (line := changes(saved, settings, self._policy, self._topology.dp_size)) is not None:
                 rank_zero_info(line)
+            if self.trainer is not None:
+                self._trainer_settings.rewind(self.trainer, saved.get("open_rows", 0))
         return self._ledger
 
     def _model_vocabulary(self) -> int | None:
@@ -309,7 +311,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         if self._ledger is None or not self._topology.is_reader:
             return {}
         step = 1 if self.trainer is None else self.trainer.global_step
-        return saved_state(self._ledger.state(step), self._training_settings())
+        return saved_state(self._ledger.state(step), self._training_settings(), self._ledger.open_rows(step))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all ranks at the last row whose optimizer step is done. Every rank must call it.

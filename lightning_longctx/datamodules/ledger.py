@@ -91,6 +91,15 @@ class ConsumptionLedger:
         self._settle(step)
         return self._safe
 
+    def open_rows(self, step: int) -> int:
+        """How many rows training took since the state to save: those of an unfinished accumulation window.
+
+        Args:
+            step: number of optimizer steps done so far.
+        """
+        self._settle(step)
+        return self._used.rows - self._safe.rows if self._used.epoch == self._safe.epoch else 0
+
     def _settle(self, step: int) -> None:
         if step != self._step:
             self._safe = self._used

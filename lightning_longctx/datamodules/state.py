@@ -25,8 +25,14 @@ __all__ = ["changes", "gathered_state", "join_states", "restore_state", "saved_s
 _VERSION = 2
 
 
-def saved_state(state: RowState, settings: RowSettings) -> dict[str, Any]:
-    """Plain state of one rank; ``ranks`` has one entry, and a gathered state has one for each data-parallel rank."""
+def saved_state(state: RowState, settings: RowSettings, open_rows: int = 0) -> dict[str, Any]:
+    """Plain state of one rank; ``ranks`` has one entry, and a gathered state has one for each data-parallel rank.
+
+    Args:
+        state: after the last row whose optimizer step is done.
+        settings: of the rows.
+        open_rows: rows that training took since: they come again, and the Trainer has counted them.
+    """
     sources = settings.reader.sources
     return {
         "version": _VERSION,
@@ -34,6 +40,7 @@ def saved_state(state: RowState, settings: RowSettings) -> dict[str, Any]:
         "sources": [source.name for source in sources],
         "order": _order(settings),
         "settings": _settings(settings),
+        "open_rows": open_rows,
         "ranks": {state.dp_rank: state.to_plain([not isinstance(source, IndexableSource) for source in sources])},
     }
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
+from lightning_longctx.datamodules.open_window import OpenWindow
 from lightning_longctx.datamodules.sizes import check_one_accumulation
 
 __all__ = ["TrainerSettings"]
 
 
 class TrainerSettings:
-    """Two settings of a Trainer that depend on the data: whether a fit validates, and the micro-batches of a step."""
+    """What of a Trainer depends on the data: whether a fit validates, micro-batches of a step, and its batch count."""
 
     def __init__(self) -> None:
+        self._window = OpenWindow()
         # The Trainer's own values, while others stand in for them.
         self._limit_val_batches: int | float | None = None
         self._accumulate: int | None = None
@@ -36,6 +38,13 @@ class TrainerSettings:
         if self._accumulate is None:  # a fit that was interrupted has not put it back
             self._accumulate = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = micro_batches
+
+    def rewind(self, trainer: pl.Trainer, rows: int) -> None:
+        """Take rows of an unfinished accumulation window, which come again, off the Trainer's count of batches."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if self._window not in callbacks:
+            callbacks.append(self._window)
+        self._window.rows = rows
 
     def restore(self, trainer: pl.Trainer) -> None:
         """Put both back: the next fit may bring other data."""

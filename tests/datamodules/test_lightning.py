@@ -170,6 +170,42 @@ def test_a_checkpoint_inside_a_window_begins_the_window_again() -> None:
     assert resumed.seen == whole.seen[4:]
 
 
+class _Steps(Recorder):
+    """Notes in which optimizer step each row was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: dict[int, list[list[tuple[int, int]]]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.steps.setdefault(self.trainer.global_step, []).append(self.seen[-1])
+        return output
+
+
+class _SaveAfter(Callback):
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.rows:
+            trainer.save_checkpoint("inside.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")  # ours need no loader state
+@pytest.mark.parametrize("limit", [None, 8])
+@pytest.mark.parametrize("rows", [1, 3, 5, 6, 7])
+def test_steps_after_a_resume_inside_a_window_are_those_of_the_unbroken_run(rows: int, limit: int | None) -> None:
+    settings: dict[str, Any] = {"accumulate_grad_batches": 4, "limit_train_batches": limit}
+    whole, resumed = _Steps(), _Steps()
+    trainer(callbacks=[_SaveAfter(rows)], **settings).fit(whole, data_module())
+    again = trainer(**settings)
+    again.fit(resumed, data_module(), ckpt_path="inside.ckpt", weights_only=False)
+    first = (rows - 1) // 4 if rows % 4 == 0 else rows // 4
+    assert resumed.steps == {step: seen for step, seen in whole.steps.items() if step >= first}
+    assert again.global_step == max(whole.steps) + 1
+
+
 def test_an_iterator_that_has_ended_stays_ended() -> None:
     """VeOmni#864: the stop is latched; a loader that is asked again begins the next pass, never half of one."""
 
