@@ -84,8 +84,8 @@ def lengths(stream: str, count: int) -> list[int]:
 class ResumeFigures:
     """A resume with :data:`POOL` documents in the pool.
 
-    The least is the sleep of the documents that the rows are made of and of the new ones that the policy waits for,
-    divided among the workers.
+    The least is the sleep of the waiting documents that the rows take and of the new ones that the policy reads before
+    it chooses, divided among the workers.
 
     Attributes:
         first_seconds: time to the first row.
@@ -150,15 +150,16 @@ def measure(way: str, stream: str, rows: int, seconds: float) -> Figures:
     return Figures(first / oracle, statistics.median(waits), float(np.quantile(waits, 0.99)), max(waits))
 
 
-def resume(runtime: str, workers: int, seconds: float) -> ResumeFigures:
-    """Stop after a row, with :data:`POOL` documents of an eighth of a window waiting, and go on."""
-    found = lengths("eighths", 2 * POOL)
+def resume(runtime: str, stream: str, workers: int, seconds: float) -> ResumeFigures:
+    """Stop after a row, with about :data:`POOL` documents waiting, and go on."""
+    found = lengths(stream, 2 * POOL)
     data = make_data(found, sleeping_tokenizer(0), runtime, FixedBufferPolicy(POOL))
     next(iter(data.train_dataloader()))
     assert data._ledger is not None
     saved = saved_state(data._ledger.used, data._training_settings())
     read = data.counters["documents_read"]
-    assert len(RowState.from_plain(saved["ranks"][0]).waiting) >= POOL - 8
+    waiting = {candidate.number for candidate in RowState.from_plain(saved["ranks"][0]).waiting}
+    assert len(waiting) >= 0.8 * POOL
     resumed = make_data(found, sleeping_tokenizer(seconds), runtime, FixedBufferPolicy(POOL), workers)
     resumed.load_state_dict(saved)
     given, times, ratios = 0, [], []
@@ -166,7 +167,7 @@ def resume(runtime: str, workers: int, seconds: float) -> ResumeFigures:
     rows = iter(resumed.train_dataloader())
     for row in islice(rows, RESUMED_ROWS if workers else 1):
         times.append(time.perf_counter() - start)
-        given += len(row["document_keys"])
+        given += sum(number in waiting for number in row["document_keys"][:, 1].tolist())
         needed = given + resumed.counters["documents_read"] - read
         ratios.append(times[-1] / (needed * seconds / max(workers, 1)))
     rows.close()  # type: ignore[attr-defined]
@@ -176,15 +177,16 @@ def resume(runtime: str, workers: int, seconds: float) -> ResumeFigures:
 def print_resumes(runtimes: Sequence[str], seconds: float) -> dict[str, Any]:
     """Measure resumes and print their table."""
     print(f"\nResume with {POOL} documents in the pool, {seconds:g} s each; later: row {RESUMED_ROWS}.\n")
-    print("| runtime | workers | first row, s | first row / least | later / least | reading the pool again, s |")
-    print("|---|---|---|---|---|---|")
+    print("| documents | runtime | workers | first row, s | first row / least | later / least | the whole pool, s |")
+    print("|---|---|---|---|---|---|---|")
     results = {}
-    for runtime, workers in product(runtimes, (0, WORKERS)):
-        figures = resume(runtime, workers, seconds)
-        results[f"{runtime}, {workers} workers"] = asdict(figures)
+    cases = [("eighths", 0), ("eighths", WORKERS), ("mixed", WORKERS)]
+    for (stream, workers), runtime in product(cases, runtimes):
+        figures = resume(runtime, stream, workers, seconds)
+        results[f"{stream}, {runtime}, {workers} workers"] = asdict(figures)
         later = f"{figures.later:.2f}" if workers else ""
         cells = [f"{figures.first_seconds:.1f}", f"{figures.first:.2f}", later, f"{figures.pool_seconds:.0f}"]
-        print(f"| `{runtime}` | {workers} | {' | '.join(cells)} |", flush=True)
+        print(f"| {stream} | `{runtime}` | {workers} | {' | '.join(cells)} |", flush=True)
     return results
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ class DocumentStream:
         in a cycle waits 5 s for each worker, since its queues are finalized before it says goodbye through them.
         """
         if self._results is not None and self._num_workers:
-            self._results._shutdown_workers()
+            with suppress(RuntimeError):  # a worker that ends badly now: nothing is asked of it any more
+                self._results._shutdown_workers()
         self._results = None
 
     def _receive(self) -> None:
