@@ -46,6 +46,7 @@ def test_gradients_are_right_however_late_copies_run(how, prefetch_mib, late):
 
 
 def test_every_order_is_asked_for():
+    """Megatron 7398: a reload at the last moment does not wait for its copy out, and old data comes back silently."""
     offload = running("async", prefetch_mib=BUDGET)
     _, _ = train(offload)
     edges = offload._backend.edges
