@@ -72,9 +72,9 @@ def test_report_and_keys_of_a_run():
 @pytest.mark.parametrize(
     ("offload", "words"),
     [
-        ({"mode": "sync"}, "lower `min_tensor_mib`"),
-        ({**BASE, "keep_last_blocks": 5}, "covers all chosen modules"),
-        ({**BASE, "modules": ["Linear"]}, "activation_checkpointing"),
+        ({"mode": "sync", "level": "all"}, "lower `min_tensor_mib`"),
+        ({"mode": "sync"}, "add `activation_checkpointing`"),
+        ({**BASE, "level": "all", "keep_last_blocks": 5}, "covers all chosen modules"),
         ({**BASE, "modules": ["DecoderLayer"]}, "must name submodules"),
         ({**BASE, "device_limit_gib": 1, "level": "all"}, "fits into `device_limit_gib`"),
     ],

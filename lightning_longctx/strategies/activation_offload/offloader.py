@@ -41,7 +41,7 @@ from lightning_longctx.strategies.activation_offload.stash import Kept, Saved, S
 
 __all__ = ["Offloader"]
 
-_MANY = 4096  # references to ended stashes are looked through no earlier
+_MANY = 4096  # references to ended handles are looked through no earlier
 
 
 class Offloader:
@@ -74,9 +74,10 @@ class Offloader:
         self._resident: deque[weakref.ref[Stash]] = deque()  # oldest first, not on the host
         self._resident_bytes = 0
         self._leaving: deque[weakref.ref[Stash]] = deque()  # on both, the copy to the host under way
-        self._moved: list[tuple[int, weakref.ref[Stash]]] = []  # in rising order of numbers
+        self._saved: list[tuple[int, weakref.ref[Saved]]] = []  # in rising order of numbers
         self._ahead_bytes = 0
-        self._cursor = sys.maxsize  # stashes with this number and above were looked at for fetching ahead
+        self._cursor = sys.maxsize  # handles with this number and above were looked at for fetching ahead
+        self._many = _MANY
         self._backward = -1
         self._warned: set[str] = set()
 
@@ -133,7 +134,10 @@ class Offloader:
         if span.nbytes < max(self._min_bytes, 1):
             self.counters.stay("small", span.nbytes)
             return Kept(tensor)
-        return Saved(self._find(tensor, span) or self._new(tensor, span), tensor)
+        self._number += 1
+        saved = Saved(self._find(tensor, span) or self._new(tensor, span), tensor, self._number)
+        self._saved.append((saved.number, weakref.ref(saved)))
+        return saved
 
     def _why_it_stays(self, tensor: Tensor, only: set[int] | None) -> str | None:
         if not is_movable(tensor):
@@ -159,8 +163,7 @@ class Offloader:
         return None
 
     def _new(self, tensor: Tensor, span: StorageRange) -> Stash:
-        self._number += 1
-        stash = Stash(self._number, flat_bytes(tensor, span), span, self.arena, self.backend, self._ended)
+        stash = Stash(flat_bytes(tensor, span), span, self.arena, self.backend, self._ended)
         stash.group = self._group
         ref = weakref.ref(stash)
         self._known[span] = (StorageWeakRef(tensor.untyped_storage()), tensor._version, ref)
@@ -184,8 +187,9 @@ class Offloader:
         self.weights.prune()
         while self._resident and self._resident[0]() is None:
             self._resident.popleft()
-        if len(self._moved) > _MANY:
-            self._moved = [(number, ref) for number, ref in self._moved if ref() is not None]
+        if len(self._saved) > self._many:
+            self._saved = [(number, ref) for number, ref in self._saved if ref() is not None]
+            self._many = max(_MANY, 2 * len(self._saved))
 
     def _evict(self) -> None:
         while self._resident and self._resident_bytes > self._device_limit:
@@ -206,12 +210,10 @@ class Offloader:
         self._resident_bytes -= stash.nbytes
         self.counters.bytes_out += stash.nbytes
         self.counters.copies_out += 1
-        ref = weakref.ref(stash)
-        self._moved.append((stash.number, ref))
         if self.settings.mode == "sync":
             stash.give_up_device()
             return
-        self._leaving.append(ref)
+        self._leaving.append(weakref.ref(stash))
         self._give_up_leaving(self.settings.prefetch_bytes)
 
     def _give_up_leaving(self, window: int = 0, reading: Stash | None = None) -> None:
@@ -246,13 +248,13 @@ class Offloader:
             self._give_up_leaving(reading=stash)
         if not stash.on_device:
             self._fetch(stash)
-            self._cursor = stash.number
+            self._cursor = max(self._cursor, saved.number)
         elif stash.ahead:
             stash.ahead = False
             self._ahead_bytes -= stash.nbytes
         self._sample()
         rebuilt = saved.rebuild()
-        self._fetch_ahead(stash.number)
+        self._fetch_ahead(saved.number)
         self._note_backward()
         return rebuilt
 
@@ -265,9 +267,13 @@ class Offloader:
         budget = self.settings.prefetch_bytes
         if self._ahead_bytes >= budget or not is_recomputing():
             return
-        place = bisect_left(self._moved, min(number, self._cursor), key=lambda entry: entry[0])
-        for other, ref in reversed(self._moved[:place]):
-            stash = ref()
+        # By handles, not by stashes: one that all blocks share would lead to the first block.
+        place = bisect_left(self._saved, min(number, self._cursor), key=lambda entry: entry[0])
+        while place:
+            place -= 1
+            other, ref = self._saved[place]
+            saved = ref()
+            stash = None if saved is None else saved.stash
             if stash is not None and not stash.on_device:
                 if self._ahead_bytes and self._ahead_bytes + stash.nbytes > budget:
                     return
@@ -284,12 +290,12 @@ class Offloader:
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._moved = [(number, ref) for number, ref in self._moved if ref() is not None]
-        for _, ref in self._moved:
-            stash = ref()
-            if stash is not None:
-                stash.give_up_device()
-                stash.ahead = False
+        self._saved = [(number, ref) for number, ref in self._saved if ref() is not None]
+        for _, ref in self._saved:
+            saved = ref()
+            if saved is not None and saved.stash.on_host:
+                saved.stash.give_up_device()
+                saved.stash.ahead = False
         self._ahead_bytes = 0
         self._cursor = sys.maxsize
         self._backward = -1

@@ -69,7 +69,8 @@ class _Keeping(_Counting):
         if func in SAC_IGNORED_OPS:
             return output
         place = self.call(func)
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
+        context = SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = output  # an argument only from torch 2.13 on
         choice = self.policy(context, func, *args, **(kwargs or {}))
         if choice is True or choice in _KEEP:
             self.kept[place] = tree_map_only(Tensor, lambda tensor: self._hold(tensor, False), output)

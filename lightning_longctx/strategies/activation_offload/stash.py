@@ -22,7 +22,6 @@ class Stash:
     """The bytes of a storage range: on the device, on the host, or both.
 
     Args:
-        number: rises with each stash; backward needs them roughly in falling order.
         flat: uint8 ``[nbytes]``, an alias of the memory on the device.
         span: the range.
         arena: where host buffers come from.
@@ -32,14 +31,12 @@ class Stash:
 
     def __init__(
         self,
-        number: int,
         flat: Tensor,
         span: StorageRange,
         arena: HostArena,
         backend: DeviceBackend,
         on_end: Callable[[Stash], None],
     ) -> None:
-        self.number = number
         self.span = span
         self.group = 0
         self.users = 0
@@ -127,12 +124,13 @@ class Saved:
     Args:
         stash: its bytes.
         tensor: the one to rebuild.
+        number: rises with each handle; backward asks for them roughly in falling order.
     """
 
-    __slots__ = ("_check", "_like", "_seen", "stash")
+    __slots__ = ("__weakref__", "_check", "_like", "_seen", "number", "stash")
 
-    def __init__(self, stash: Stash, tensor: Tensor) -> None:
-        self.stash = stash
+    def __init__(self, stash: Stash, tensor: Tensor, number: int) -> None:
+        self.stash, self.number = stash, number
         self._seen = -1
         stash.users += 1
         self._like = (tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))

@@ -22,7 +22,7 @@ def arena(limit, slab=4096, host_device="cpu"):
 
 
 def test_a_buffer_takes_what_it_needs():
-    """pytorch 150517, 171662: pinned buffers are rounded up to a power of two, 1.25 GiB to 2."""
+    """pytorch 150517, 171662, vllm 56410, sglang 37285: pinned buffers of a power of two."""
     host = arena(64 * GIB, 64 * MIB, host_device="meta")
     size = int(1.25 * GIB)
     buffers = [host.reserve(size) for _ in range(3)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from lightning_longctx.strategies.activation_offload.stash import Stash
 from lightning_longctx.strategies.activation_offload.virtual import Edge, VirtualBackend
 from tests.strategies.activation_offload.helpers import (
     INPUT_BYTES,
+    TOKENS,
+    WIDTH,
     Model,
     batch,
     expected,
@@ -42,6 +46,7 @@ def test_gradients_are_right_however_late_copies_run(how, prefetch_mib, late):
 
 
 def test_every_order_is_asked_for():
+    """Megatron 7398: a reload at the last moment does not wait for its copy out, and old data comes back silently."""
     offload = running("async", prefetch_mib=BUDGET)
     _, _ = train(offload)
     edges = offload._backend.edges
@@ -98,6 +103,31 @@ def test_copies_come_back_ahead_within_the_budget(monkeypatch):
     demanded = copies - sum(1 for before, after in zip(ahead, ahead[1:], strict=False) if after > before)
     assert copies >= 5
     assert demanded < copies
+
+
+def test_what_all_blocks_share_does_not_lead_astray(monkeypatch):
+    """Rotary factors, saved with the first block's input, are asked for by every block: the next input comes anyway."""
+
+    class Wide(Model):
+        def forward(self, x):
+            x, scale = self.first(x), torch.full((1, TOKENS, WIDTH), 0.5)
+            for layer in self.layers:
+                x = layer(x, scale)
+            return x
+
+    model, offload, demanded = Wide(8, "non-reentrant"), running("async", prefetch_mib=BUDGET), []
+    offload.attach(model, model.layers)
+    fetch = offload._offloader._fetch
+
+    def seen(stash):
+        caller = sys._getframe(1).f_code.co_name
+        demanded.append(caller == "unpack")
+        fetch(stash)
+
+    monkeypatch.setattr(offload._offloader, "_fetch", seen)
+    model(batch()).sum().backward()
+    assert demanded.count(True) <= 1
+    assert len(demanded) >= 8
 
 
 def test_at_least_one_tensor_is_fetched_ahead():
