@@ -23,8 +23,10 @@ from lightning_longctx.datamodules.selection import PoolView
 
 __all__ = ["Candidate", "DocumentPool", "candidates_from_state", "candidates_to_state"]
 
-#: Part of a row of tokens by which a source may be given sooner than the others.
-AHEAD = 0.5
+# Rows of tokens by which a source may be given sooner than the others, so that the packed mix is within two points
+# after 50 rows. There a row is two points, and a document of up to a row adds to it. Later there is more room, which
+# fills rows; two rows are enough for that (benchmarks/mix).
+_AHEAD_EARLY, _AHEAD_LATE = 0.3, 2.0
 
 
 @dataclass(slots=True)
@@ -142,10 +144,10 @@ class DocumentPool:
                 self._counted = self._tokens
 
     def offer(self, row: int, budget: int) -> tuple[PoolView, Sequence[int]]:
-        """What may go into row number ``row``: all documents but those of sources that were given too soon.
+        """What may go into row number ``row``: of each source as many tokens as do not give it too soon.
 
-        A source that makes a smaller part of what waits than of what came was given sooner than the others. Where that
-        is most of a row, its documents stay, even if the row is emptier for it.
+        A source that makes a smaller part of what waits than of what came was given sooner than the others. Documents
+        that would take it too far ahead stay, even if the row is emptier for it.
 
         Args:
             row: its number.
@@ -156,22 +158,33 @@ class DocumentPool:
         """
         if len(self._drawn) < 2:
             return self.view(row), range(len(self))
-        waiting: Counter[int] = Counter()
-        for candidate in self._candidates:
-            waiting[candidate.source_id] += candidate.length
-        came = self._drawn.total()
-        ahead = {
-            source
-            for source, tokens in waiting.items()
-            if self._drawn[source] * self._tokens / came - tokens > AHEAD * budget
-        }
-        if not ahead:
+        room = self._room(row, budget)
+        kept = []
+        for index, candidate in enumerate(self._candidates):
+            if candidate.length <= room[candidate.source_id]:
+                room[candidate.source_id] -= candidate.length
+                kept.append(index)
+        if not kept or len(kept) == len(self):
             return self.view(row), range(len(self))
-        kept = [index for index, candidate in enumerate(self._candidates) if candidate.source_id not in ahead]
         lengths, counts, arrivals = (
             [column[index] for index in kept] for column in (self._lengths, self._counts, self._arrivals)
         )
         return PoolView(lengths, counts, arrivals, row, sum(lengths), sum(counts)), kept
+
+    def _room(self, row: int, budget: int) -> dict[int, float]:
+        """Tokens of each source that a row may hold without giving the source too soon."""
+        waiting: Counter[int] = Counter()
+        for candidate in self._candidates:
+            waiting[candidate.source_id] += candidate.length
+        came = self._drawn.total()
+        # Two points are a row more in each 50; the slope is below that, since the longest documents need their part.
+        allowed = min(_AHEAD_LATE, max(_AHEAD_EARLY, (row - 60) / 60))
+        room = {}
+        for source, tokens in waiting.items():
+            share = self._drawn[source] / came
+            ahead = share * self._tokens - tokens
+            room[source] = (allowed + share) * budget - ahead
+        return room
 
     def take(self, indices: Sequence[int]) -> list[Candidate]:
         """Remove and return the candidates at ``indices`` (each once), in the order of ``indices``."""
