@@ -7,8 +7,9 @@ step is done after so many micro-batches or at the last row of an epoch, and wha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, thread
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Barrier, Lock, current_thread, local
@@ -28,6 +29,9 @@ from lightning_longctx.datamodules.state import saved_state
 from lightning_longctx.topology import Topology
 
 __all__ = ["Ranks", "Step", "threaded_collectives"]
+
+# A process that is forked from a thread of a pool would join that thread, itself, when it ends, and so end with code 1.
+os.register_at_fork(after_in_child=thread._threads_queues.clear)  # type: ignore[attr-defined]
 
 _LIMIT = 60.0  # seconds that a rank waits for the others
 _this = local()
