@@ -21,7 +21,7 @@ from lightning_longctx.batch import model_inputs
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import require_transformers
 from lightning_longctx.integrations.attention import ATTENTION_NAME
-from lightning_longctx.integrations.head import HeadTransform, head_loss, head_of, inspect_model
+from lightning_longctx.integrations.head import HeadTransform, announced_transform, head_loss, head_of, inspect_model
 from lightning_longctx.integrations.model_config import check_max_seq_len, check_supported, load_config
 from lightning_longctx.integrations.optimization import (
     OptimizerSettings,
@@ -29,7 +29,7 @@ from lightning_longctx.integrations.optimization import (
     build_optimizer,
     learning_rate_factor,
 )
-from lightning_longctx.integrations.weights import ModelWeights, shallow_model
+from lightning_longctx.integrations.weights import ModelWeights, empty_model, shallow_model
 from lightning_longctx.loss import TokenLoss
 from lightning_longctx.strategies.initialization import fill_meta, meta_names
 from lightning_longctx.strategies.ulysses import check_heads
@@ -198,6 +198,11 @@ class CausalLMModule(LightningModule):
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
         rank_zero_info(f"{type(model).__name__}: {count:,} parameters")
+
+    def configure_shapes(self) -> None:
+        """Build the model by its shapes, on the meta device, for tools that count memory. No weights are needed."""
+        self.model = empty_model(self.config, ATTENTION_NAME)
+        self.head_transform = announced_transform(self.config)
 
     def fill_weights(self, names: Sequence[str]) -> None:
         """Put values in the place of tensors on the meta device. ``LongContextFSDPStrategy`` asks block by block.

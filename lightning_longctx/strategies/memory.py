@@ -47,14 +47,24 @@ class MemorySettings:
     loss_chunk_tokens: int | None = None
     has_loss_chunks: bool = False
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether saved activations move to the host."""
+        return getattr(self.activation_offload, "mode", "none") != "none"
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether some MLPs run in tiles."""
+        return getattr(self.tiled_mlp, "modules", "none") != "none"
+
     def switched_on(self) -> list[str]:
         """The switches that are on, as they are written in YAML."""
         found = []
         for name in ("activation_checkpointing", "activation_offload"):
             mode = getattr(getattr(self, name), "mode", "none")
             found += [f"{name}: {mode}"] if mode != "none" else []
-        if _is_on(self.tiled_mlp):
-            found.append(f"tiled_mlp: {self.tiled_mlp}")
+        if self.is_tiled:
+            found.append(f"tiled_mlp: {self.tiled_mlp.modules}")
         if self.sequence_parallel_size > 1:
             found.append(f"sequence_parallel_size: {self.sequence_parallel_size}")
         if self.loss_chunk_tokens is not None:
@@ -114,14 +124,15 @@ def _sequence_parallel(settings: MemorySettings) -> Iterator[Switch]:
 
 def _offload(settings: MemorySettings) -> Iterator[Switch]:
     offload = settings.activation_offload
-    if offload is not None and offload.mode == "none":
+    if offload is not None and not settings.is_offloaded:
         changed = replace(settings, activation_offload=replace(offload, mode="async"))
         yield _of_strategy("activation_offload", "async", changed)
 
 
 def _tiles(settings: MemorySettings) -> Iterator[Switch]:
-    if settings.tiled_mlp is not None and not _is_on(settings.tiled_mlp):
-        yield _of_strategy("tiled_mlp", "auto", replace(settings, tiled_mlp="auto"))
+    tiles = settings.tiled_mlp
+    if tiles is not None and not settings.is_tiled:
+        yield _of_strategy("tiled_mlp", "auto", replace(settings, tiled_mlp=replace(tiles, modules="auto")))
 
 
 def _loss_chunk(settings: MemorySettings) -> Iterator[Switch]:
@@ -166,6 +177,3 @@ def _of_strategy(name: str, value: object, settings: MemorySettings) -> Switch:
     shown = str(value).lower() if isinstance(value, bool) else value
     return Switch(f"{name}: {shown}", {f"{_STRATEGY}.{name}": value}, settings)
 
-
-def _is_on(tiles: object) -> bool:
-    return tiles not in (None, "none", [], {})

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.initialization import get_tensor, meta_names, set_tensor
 
-__all__ = ["block_list", "imagined_batch", "loss_of", "materialize", "optimizers_of"]
+__all__ = ["block_list", "imagined_batch", "known_bounds", "loss_of", "materialize", "optimizers_of"]
 
 
 def block_list(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.ModuleList | None:
@@ -55,8 +57,7 @@ def imagined_batch(tokens: int, sp_size: int) -> dict[str, Any]:
         tokens: of the row.
         sp_size: ranks that share it.
     """
-    with unset_fake_temporarily():
-        bounds = torch.tensor([0, tokens], dtype=torch.int32)  # with values: attention reads them
+    bounds = torch.empty(2, dtype=torch.int32)  # [0, tokens]: see `known_bounds`
     ids = torch.empty(1, tokens // sp_size, dtype=torch.int64)
     return {
         **{key: torch.empty_like(ids) for key in ("input_ids", "shift_labels", "position_ids", "source_ids")},
@@ -65,6 +66,18 @@ def imagined_batch(tokens: int, sp_size: int) -> dict[str, Any]:
         "document_keys": torch.zeros(1, 2, dtype=torch.int64),
         "loss_divisor": tokens,
     }
+
+
+@contextmanager
+def known_bounds(tokens: int) -> Iterator[None]:
+    """Let attention read the document bounds of :func:`imagined_batch`: int32 ``[2]``, the one tensor with values."""
+    unknown = FakeTensor.tolist
+
+    def tolist(tensor: FakeTensor) -> Any:
+        return [0, tokens] if tensor.dtype == torch.int32 and tensor.shape == (2,) else unknown(tensor)
+
+    with patch.object(FakeTensor, "tolist", tolist):
+        yield
 
 
 def loss_of(output: object) -> Tensor:

@@ -25,7 +25,7 @@ from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.shard import find_blocks, register_forward_methods, shard_module
 from lightning_longctx.strategies.ulysses import set_running_exchange
 from lightning_longctx.tools.plan.kernels import gpu_attention
-from lightning_longctx.tools.plan.shell import block_list, imagined_batch, loss_of, materialize, optimizers_of
+from lightning_longctx.tools.plan.shell import block_list, imagined_batch, known_bounds, loss_of, materialize, optimizers_of
 from lightning_longctx.tools.plan.storages import Segment, StorageCounter
 from lightning_longctx.tools.plan.stub import attach_trainer
 from lightning_longctx.tools.plan.switches import prepare_blocks
@@ -43,14 +43,12 @@ class Step:
         precision: the Trainer's.
         accumulate: micro-batches of a step.
         on_gpu: whether the device is a GPU: attention then has the memory of a GPU's kernel.
-        ranks_per_node: processes that share a host.
     """
 
     tokens: int
     precision: str = "32-true"
     accumulate: int = 1
     on_gpu: bool = True
-    ranks_per_node: int = 1
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,8 @@ def simulate_step(
         stack.callback(set_running_exchange, None)
         world = imagined_layout(settings)
         stack.enter_context(gpu_attention() if step.on_gpu else nullcontext())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(known_bounds(step.tokens))
+        stack.enter_context(FakeTensorMode())
         stack.enter_context(counter)
         try:
             _run(module, blocks[:depth], settings, step, world, counter)
@@ -143,7 +142,7 @@ def _shard(
 ) -> None:
     """What the strategy does to a module, with weights that have no memory."""
     counter.watch_blocks([name for name, child in module.named_modules() if child in set(blocks)])
-    prepare_blocks(module, blocks, settings, step.ranks_per_node)
+    prepare_blocks(module, blocks, settings)
     policy = FSDP2Precision(step.precision).policy()
     with counter.filling("parameters"):
         shard_module(module, blocks, mesh, policy, settings.sharding, partial(materialize, module))
