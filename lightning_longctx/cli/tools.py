@@ -18,6 +18,10 @@ __all__ = ["TOOLS", "Configuration", "run_tool"]
 
 #: Name, what ``longctx --help`` says, and the module with ``main(words, read) -> int``.
 TOOLS = {
+    "plan": (
+        "tell whether a model at a length fits a device: no GPU, no weights",
+        "lightning_longctx.tools.plan.command",
+    ),
     "probe": ("show how the documents pack: no model, no accelerator", "lightning_longctx.tools.probe.command"),
 }
 

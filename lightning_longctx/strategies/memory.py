@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from lightning_longctx.strategies.activation_checkpointing import ActivationCheckpointing
 from lightning_longctx.strategies.settings import ShardingSettings
 
-__all__ = ["MemorySettings", "Switch", "next_switches", "possible_sp_sizes"]
+__all__ = ["MemorySettings", "Switch", "next_switches", "possible_sp_sizes", "settings_of"]
 
 _STRATEGY = "trainer.strategy.init_args"
 # Below this the chunks of the loss are so short that the head's gradient is read and written more often than computed.
@@ -72,6 +74,30 @@ class MemorySettings:
         return found
 
 
+def settings_of(strategy: Any, module: nn.Module | None, world_size: int) -> MemorySettings:
+    """Read them from a strategy and a module.
+
+    Args:
+        strategy: a ``LongContextFSDPStrategy``.
+        module: the LightningModule; None if unknown.
+        world_size: processes.
+    """
+    configs = [getattr(child, "config", None) for child in (module.modules() if module is not None else ())]
+    heads = [count for config in configs if isinstance(count := getattr(config, "num_attention_heads", None), int)]
+    return MemorySettings(
+        world_size,
+        strategy.sequence_parallel_size,
+        strategy.data_parallel_replicate_size,
+        activation_checkpointing=strategy.activation_checkpointing,
+        sharding=strategy.sharding,
+        activation_offload=getattr(strategy, "activation_offload", None),
+        tiled_mlp=getattr(strategy, "tiled_mlp", None),
+        heads=heads[0] if heads else None,
+        loss_chunk_tokens=getattr(module, "loss_chunk_tokens", None),
+        has_loss_chunks=hasattr(module, "loss_chunk_tokens"),
+    )
+
+
 @dataclass(frozen=True)
 class Switch:
     """One change that needs less memory.
@@ -88,7 +114,7 @@ class Switch:
 
 
 def next_switches(settings: MemorySettings) -> list[Switch]:
-    """Return the changes that need less memory, the one to try first in front.
+    """Return the changes that need less memory, the one to try first in front; alternatives of one setting in a row.
 
     Their order is that of their price at long context: recompute costs a third of the computation and frees most of the
     activations; a higher sequence-parallel size costs an exchange in each layer and fewer rows at a time; offload costs
@@ -119,7 +145,6 @@ def _sequence_parallel(settings: MemorySettings) -> Iterator[Switch]:
     for size in sizes:
         if size > settings.sequence_parallel_size:
             yield _of_strategy("sequence_parallel_size", size, replace(settings, sequence_parallel_size=size))
-            return
 
 
 def _offload(settings: MemorySettings) -> Iterator[Switch]:
@@ -139,9 +164,7 @@ def _loss_chunk(settings: MemorySettings) -> Iterator[Switch]:
     tokens = settings.loss_chunk_tokens
     if settings.has_loss_chunks and tokens is not None and tokens > _MIN_CHUNK_TOKENS:
         changed = replace(settings, loss_chunk_tokens=_MIN_CHUNK_TOKENS)
-        yield Switch(
-            f"loss_chunk_tokens: {_MIN_CHUNK_TOKENS}", {"model.loss_chunk_tokens": _MIN_CHUNK_TOKENS}, changed
-        )
+        yield Switch(f"loss_chunk_tokens: {_MIN_CHUNK_TOKENS}", {"model.loss_chunk_tokens": _MIN_CHUNK_TOKENS}, changed)
 
 
 def _one_copy(settings: MemorySettings) -> Iterator[Switch]:
@@ -176,4 +199,3 @@ _SWITCHES: tuple[Callable[[MemorySettings], Iterator[Switch]], ...] = (
 def _of_strategy(name: str, value: object, settings: MemorySettings) -> Switch:
     shown = str(value).lower() if isinstance(value, bool) else value
     return Switch(f"{name}: {shown}", {f"{_STRATEGY}.{name}": value}, settings)
-

@@ -44,7 +44,8 @@ class _FlashAttention(torch.autograd.Function):
             output = _like(query, (*query.shape[:3], value.shape[3]))
             sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, sums)
-        return output
+        result: Tensor = output
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,4 +65,3 @@ def _like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     # Kernels take and give [B, T, H, D]; the caller sees it transposed.
     batch, heads, tokens, width = shape
     return torch.empty(batch, tokens, heads, width, dtype=tensor.dtype, device=tensor.device).transpose(1, 2)
-

@@ -21,7 +21,7 @@ __all__ = ["Peaks", "phase_peaks"]
 
 _PHASES = ("forward", "loss", "backward", "optimizer")
 # Blocks of the shorter model: the first and the last two differ from those between (prefetch, the end of backward).
-_SHORT = 5
+_SHORT = 4
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,14 @@ from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.shard import find_blocks, register_forward_methods, shard_module
 from lightning_longctx.strategies.ulysses import set_running_exchange
 from lightning_longctx.tools.plan.kernels import gpu_attention
-from lightning_longctx.tools.plan.shell import block_list, imagined_batch, known_bounds, loss_of, materialize, optimizers_of
+from lightning_longctx.tools.plan.shell import (
+    block_list,
+    imagined_batch,
+    known_bounds,
+    loss_of,
+    materialize,
+    optimizers_of,
+)
 from lightning_longctx.tools.plan.storages import Segment, StorageCounter
 from lightning_longctx.tools.plan.stub import attach_trainer
 from lightning_longctx.tools.plan.switches import prepare_blocks
@@ -80,6 +87,8 @@ def simulate_step(
     """
     module = copy.deepcopy(template)
     FSDP2Precision(step.precision).convert_module(module)
+    if settings.has_loss_chunks:
+        module.loss_chunk_tokens = settings.loss_chunk_tokens  # type: ignore[assignment]
     blocks = find_blocks(module, settings.sharding.blocks)
     if depth is not None:
         whole = block_list(module, blocks)
@@ -169,7 +178,7 @@ def _count_gradients(module: LightningModule, blocks: Sequence[nn.Module], count
         hook(module)  # the root's weights are gathered here, and those of blocks are not yet
         return original(batch, batch_idx)
 
-    module.training_step = training_step
+    module.training_step = training_step  # type: ignore[method-assign]
     for block in blocks:
         block.register_forward_pre_hook(hook)
 

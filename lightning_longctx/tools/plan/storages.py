@@ -123,7 +123,7 @@ class StorageCounter(TorchDispatchMode):
             counter._resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]  # FSDP2 frees gathered weights with it
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]  # FSDP2 frees gathered weights with it
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -26,7 +27,7 @@ def imagined_world(size: int) -> Iterator[None]:
     if dist.is_initialized():
         fix = "Run `longctx plan` alone."
         raise ConfigurationError("longctx plan", "must run outside of a process group", "a connected process", fix)
-    import torch.distributed._tools.fake_collectives  # registers what collectives do on tensors without memory
+    import_module("torch.distributed._tools.fake_collectives")  # what collectives do on tensors without memory
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
