@@ -158,6 +158,7 @@ def _help() -> str:
             "  longctx fit --help                             every setting of the Trainer",
             "  longctx fit --model.help                       every setting of the model; --data.help of the data",
             "  longctx probe --config run.yaml --dp 8         how the documents pack, on 8 ranks",
+            "  longctx plan --config run.yaml --device-gb 80  whether it fits a device, and what to switch on",
             "  longctx --version",
         ]
     )

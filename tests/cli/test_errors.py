@@ -227,7 +227,7 @@ def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fot"]) == 2
     assert capsys.readouterr().err == "longctx: error: unknown command 'fot'. Did you mean `fit`?\n"
     assert main(["xyzzy"]) == 2
-    said = "longctx: error: unknown command 'xyzzy'. Commands: fit, validate, test, predict, probe.\n"
+    said = "longctx: error: unknown command 'xyzzy'. Commands: fit, validate, test, predict, plan, probe.\n"
     assert capsys.readouterr().err == said
 
 
