@@ -77,9 +77,9 @@ def test_the_message() -> None:
 
 
 def test_the_innermost_phase_tells_once_below_the_original_message() -> None:
-    with pytest.raises(torch.OutOfMemoryError) as raised, explaining("optimizer step", MemorySettings):
-        with explaining("backward", MemorySettings):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    outer, inner = (explaining(phase, MemorySettings) for phase in ("optimizer step", "backward"))
+    with pytest.raises(torch.OutOfMemoryError) as raised, outer, inner:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     lines = str(raised.value).splitlines()
     assert lines[:3] == [
         "CUDA out of memory. Tried to allocate 2.00 GiB.",

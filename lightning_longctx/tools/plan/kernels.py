@@ -15,8 +15,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["gpu_attention"]
+__all__ = ["AnyGroupedProduct", "gpu_attention"]
 
 
 @contextmanager
@@ -25,6 +26,18 @@ def gpu_attention() -> Iterator[None]:
     # Not a mode of torch functions: those rest in backward, where recompute calls attention again.
     with patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention):
         yield
+
+
+class AnyGroupedProduct(TorchDispatchMode):
+    """Products by groups (of experts' tokens) in any dtype: PyTorch infers their shapes for bfloat16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return func(*args, **kwargs)
+        first, second, *rest = args
+        like = func(first.bfloat16(), second.bfloat16(), *rest, **kwargs)
+        return torch.empty_strided(like.shape, like.stride(), dtype=first.dtype, device=like.device)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_longctx.strategies.memory import MemorySettings
 from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.shard import find_blocks, register_forward_methods, shard_module
 from lightning_longctx.strategies.ulysses import set_running_exchange
-from lightning_longctx.tools.plan.kernels import gpu_attention
+from lightning_longctx.tools.plan.kernels import AnyGroupedProduct, gpu_attention
 from lightning_longctx.tools.plan.shell import (
     block_list,
     imagined_batch,
@@ -103,6 +103,7 @@ def simulate_step(
         stack.enter_context(gpu_attention() if step.on_gpu else nullcontext())
         stack.enter_context(known_bounds(step.tokens))
         stack.enter_context(FakeTensorMode())
+        stack.enter_context(AnyGroupedProduct())  # type: ignore[no-untyped-call]  # below the counter: it helps itself
         stack.enter_context(counter)
         try:
             _run(module, blocks[:depth], settings, step, world, counter)

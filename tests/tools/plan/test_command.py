@@ -11,6 +11,7 @@ import yaml
 
 from lightning_longctx.cli import main
 from lightning_longctx.cli.parts import read_words
+from lightning_longctx.strategies.memory import settings_of
 from tests.contracts.source import ROOT
 from tests.tools.plan.helpers import HAS_OFFLOAD, TINY
 
@@ -64,10 +65,11 @@ def test_a_run_that_does_not_fit_and_its_remedy(capsys: pytest.CaptureFixture[st
 def test_the_remedy_keeps_other_settings() -> None:
     sharding = {"prefetch": 2}
     _config({"class_path": "LongContextFSDPStrategy", "init_args": {"sharding": sharding}})
-    assert _plan("--device-gb", "2.2", "--write", "fits.yaml")[0] == 1
+    code, found = _plan("--device-gb", "2.2", "--write", "fits.yaml")
+    assert code == 1
     strategy, _ = read_words(["--config", "run.yaml", "--config", "fits.yaml"], "strategy")
     assert strategy.sharding.prefetch == 2
-    assert strategy.activation_checkpointing.mode == "full"
+    assert settings_of(strategy, None, 4).switched_on() == found["facts"]["smallest_fit"]
 
 
 def test_length_devices_and_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,7 @@ LADDER: list[tuple[str, type[CausalLMModule], dict[str, Any], int]] = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_ladder_in_order_and_within_a_factor_of_two() -> None:
     ours: list[int] = []
     for name, kind, switches, published in LADDER if HAS_OFFLOAD else LADDER[:3]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning_longctx.integrations import CausalLMModule
 from lightning_longctx.strategies import LongContextFSDPStrategy
 from lightning_longctx.tools.plan.peaks import phase_peaks
 from lightning_longctx.tools.plan.step import Step
+from lightning_longctx.tools.plan.storages import StorageCounter
 from tests.helpers.pool import run_ranks
 from tests.parity.rows import VOCABULARY
 from tests.strategies.own_model import OwnModule
@@ -46,25 +48,25 @@ class Rows(IterableDataset):
             }
 
 
-class Clock(pl.Callback):
-    """When the last step began."""
+class LastStep(pl.Callback):
+    """Notes when the third step begins."""
 
-    began = 0
+    def __init__(self, note: Callable[[], None]) -> None:
+        self._note = note
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.began = time.time_ns()
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            self._note()
 
 
-def real_peak(config: dict[str, Any], switches: dict[str, Any], devices: int = 1) -> int:
-    """Bytes that PyTorch's allocator of host memory had given out at most in the third step."""
-    clock, profiler = Clock(), profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    profiler.start()  # before the model is made: what was allocated earlier is not seen
+def train(config: dict[str, Any], switches: dict[str, Any], devices: int, note: Callable[[], None]) -> None:
+    """Three real steps."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
         max_steps=3,
         strategy=LongContextFSDPStrategy(**switches),
-        callbacks=[clock],
+        callbacks=[LastStep(note)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -73,6 +75,14 @@ def real_peak(config: dict[str, Any], switches: dict[str, Any], devices: int = 1
     )
     loader = DataLoader(Rows(), batch_size=None)
     trainer.fit(CausalLMModule(config=config), loader, loader)
+
+
+def allocated_peak(config: dict[str, Any], switches: dict[str, Any]) -> int:
+    """Bytes that PyTorch's allocator of host memory had given out at most in the third step."""
+    began: list[int] = []
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler.start()  # before the model is made: what was allocated earlier is not seen
+    train(config, switches, 1, lambda: began.append(time.time_ns()))
     profiler.stop()
     found: list[tuple[int, int, int]] = []  # when, bytes given out until then, bytes given out now
 
@@ -85,7 +95,14 @@ def real_peak(config: dict[str, Any], switches: dict[str, Any], devices: int = 1
     walk(profiler.profiler.kineto_results.experimental_event_tree())
     _, total, size = min(found)
     before = total - size  # PyTorch still counts what an earlier profile saw, in the same process
-    return max(total for when, total, _ in found if when >= clock.began) - before
+    return max(total for when, total, _ in found if when >= began[0]) - before
+
+
+def counted_peak(config: dict[str, Any], switches: dict[str, Any], devices: int) -> int:
+    """Bytes of all storages that lived at once in the third step; without what gloo copies inside."""
+    with StorageCounter() as counter:
+        train(config, switches, devices, lambda: counter.mark("third step"))
+    return counter.segments[-1].peak
 
 
 @pytest.mark.distributed
@@ -93,7 +110,7 @@ def real_peak(config: dict[str, Any], switches: dict[str, Any], devices: int = 1
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_the_peak_is_that_of_a_real_run(config: dict[str, Any], mode: str) -> None:
     switches = {"activation_checkpointing": mode}
-    (measured,) = run_ranks(real_peak, 1, config, switches)
+    (measured,) = run_ranks(allocated_peak, 1, config, switches)
     found = phase_peaks(shapes(config), settings(**switches), Step(TOKENS, on_gpu=False))
     assert found.peak == pytest.approx(measured, rel=0.003)
 
@@ -101,7 +118,7 @@ def test_the_peak_is_that_of_a_real_run(config: dict[str, Any], mode: str) -> No
 @pytest.mark.distributed
 def test_the_peak_is_that_of_real_ranks() -> None:
     switches = {"activation_checkpointing": "full", "sequence_parallel_size": 2}
-    measured = run_ranks(real_peak, 2, SHALLOW, switches, 2)
+    measured = run_ranks(counted_peak, 2, SHALLOW, switches, 2)
     found = phase_peaks(shapes(SHALLOW), settings(world_size=2, **switches), Step(TOKENS, on_gpu=False))
     assert [found.peak / one for one in measured] == pytest.approx([1, 1], rel=0.01)
 
@@ -110,7 +127,7 @@ def test_the_peak_is_that_of_real_ranks() -> None:
 @needs_offload
 def test_the_peak_with_tiles_is_that_of_a_real_run() -> None:
     switches = {"activation_checkpointing": "full", "tiled_mlp": {"tiles": 4}}
-    (measured,) = run_ranks(real_peak, 1, SHALLOW, switches)
+    (measured,) = run_ranks(allocated_peak, 1, SHALLOW, switches)
     found = phase_peaks(shapes(SHALLOW), settings(**switches), Step(TOKENS, on_gpu=False))
     assert found.peak == pytest.approx(measured, rel=0.003)
 
@@ -169,6 +186,15 @@ def test_a_module_of_ones_own() -> None:
     assert found.phases[-1].name == "optimizer"
     assert found.phases[0].parts["exchange"] > 0
     assert found.largest[0] >= 256 * VOCABULARY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_experts(precision: str) -> None:
+    module = shapes("tiny-qwen3-moe")
+    found = phase_peaks(module, settings(module, 2), Step(1024, precision))
+    count = sum(parameter.numel() for parameter in module.parameters())
+    assert found.phases[0].parts["parameters"] == pytest.approx(4 * count / 2, rel=0.02)
 
 
 class Looks(OwnModule):
