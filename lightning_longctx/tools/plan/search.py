@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 GIB = 2**30
-#: What the allocator loses to rounding and fragmentation, as a part of the peak. A guess: 2 to 4 % were seen with
-#: PyTorch's expandable segments, and more without them.
+#: What the allocator loses to rounding and fragmentation, as a part of the peak. A judgement, not a measurement: more
+#: may be lost without PyTorch's expandable segments.
 MARGIN_SHARE = 0.05
 #: What is on a device beside PyTorch's tensors: the CUDA context (about 0.5 GiB), NCCL's buffers (about 1 GiB with
 #: several groups), workspaces of matrix products.

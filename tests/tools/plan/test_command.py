@@ -72,6 +72,7 @@ def test_the_remedy_keeps_other_settings() -> None:
     assert settings_of(strategy, None, 4).switched_on() == found["facts"]["smallest_fit"]
 
 
+@pytest.mark.slow
 def test_length_devices_and_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     _config(devices="auto")
     code, found = _plan("--device-gb", "80", "--devices", "2", "--max-seq-len", "1K", "--write", "fits.yaml")
@@ -98,6 +99,7 @@ def test_longest_rows() -> None:
     assert 0 < longest[0] < longest[1] < found["+ all of them"]["longest_tokens"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_planned_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     _config()
     assert "`--device-gb` must be given" in _refused(capsys)

@@ -129,7 +129,7 @@ def test_the_peak_with_tiles_is_that_of_a_real_run() -> None:
     switches = {"activation_checkpointing": "full", "tiled_mlp": {"tiles": 4}}
     (measured,) = run_ranks(allocated_peak, 1, SHALLOW, switches)
     found = phase_peaks(shapes(SHALLOW), settings(**switches), Step(TOKENS, on_gpu=False))
-    assert found.peak == pytest.approx(measured, rel=0.003)
+    assert found.peak == pytest.approx(measured, rel=0.005)
 
 
 VARIANTS: list[dict[str, Any]] = [
