@@ -19,6 +19,10 @@ __all__ = ["TOOLS", "Configuration", "run_tool"]
 #: Name, what ``longctx --help`` says, and the module with ``main(words, read) -> int``.
 TOOLS = {
     "checkpoint": ("list, verify, export and prune checkpoints", "lightning_longctx.tools.checkpoint"),
+    "plan": (
+        "tell whether a model at a length fits a device: no GPU, no weights",
+        "lightning_longctx.tools.plan.command",
+    ),
     "probe": ("show how the documents pack: no model, no accelerator", "lightning_longctx.tools.probe.command"),
     "doctor": ("prove that a model trains alike in every layout", "lightning_longctx.tools.doctor.command"),
 }

@@ -19,7 +19,7 @@ from lightning_longctx.batch import model_inputs
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import require_transformers
 from lightning_longctx.integrations.attention import attention_name, is_longctx
-from lightning_longctx.integrations.head import HeadTransform, head_loss, head_of, inspect_model
+from lightning_longctx.integrations.head import HeadTransform, announced_transform, head_loss, head_of, inspect_model
 from lightning_longctx.integrations.model_config import check_max_seq_len, check_supported, load_config
 from lightning_longctx.integrations.optimization import (
     OptimizerSettings,
@@ -31,7 +31,7 @@ from lightning_longctx.integrations.plain import PlainTwin
 from lightning_longctx.integrations.rotary import fix_longrope
 from lightning_longctx.integrations.router_loss import RouterLoss, find_router_loss, wants_router_loss
 from lightning_longctx.integrations.shrink import shrunk_config
-from lightning_longctx.integrations.weights import ModelWeights, shallow_model
+from lightning_longctx.integrations.weights import ModelWeights, empty_model, shallow_model
 from lightning_longctx.loss import TokenLoss
 from lightning_longctx.strategies.initialization import fill_meta, meta_names
 from lightning_longctx.strategies.ulysses import check_heads, running_exchange
@@ -217,6 +217,11 @@ class CausalLMModule(LightningModule):
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
         rank_zero_info(f"{type(model).__name__}: {count:,} parameters")
+
+    def configure_shapes(self) -> None:
+        """Build the model by its shapes, on the meta device, for tools that count memory. No weights are needed."""
+        self.model = empty_model(self.config, self.attention_name)
+        self.head_transform = announced_transform(self.config)
 
     def fill_weights(self, names: Sequence[str]) -> None:
         """Put values in the place of tensors on the meta device. ``LongContextFSDPStrategy`` asks block by block.

@@ -25,7 +25,7 @@ from lightning_longctx.loss import TokenLoss, causal_lm_loss
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["HeadTransform", "head_loss", "inspect_model"]
+__all__ = ["HeadTransform", "announced_transform", "head_loss", "inspect_model"]
 
 # Eight tokens are enough to see a token reach its neighbours through a convolution or a recurrence.
 _PROBE_TOKENS = 8
@@ -93,6 +93,17 @@ def inspect_model(model: PreTrainedModel) -> HeadTransform:
     _check_mixing(name, before, after)
     _check_windows(name, getattr(model, "config", None), probe.windows)
     return _find_transform(name, getattr(model, "config", None), product, logits)
+
+
+def announced_transform(config: Any) -> HeadTransform:
+    """What a configuration says about the logits, unproven: enough to count memory, not to train.
+
+    Args:
+        config: of a Hugging Face model.
+    """
+    scale = next((float(value) for key in _SCALE_KEYS if (value := getattr(config, key, None))), 1.0)
+    cap = next((float(value) for key in _CAP_KEYS if (value := getattr(config, key, None))), None)
+    return HeadTransform(scale, cap)
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:

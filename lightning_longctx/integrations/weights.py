@@ -24,7 +24,7 @@ require_transformers()
 
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel  # noqa: E402
 
-__all__ = ["ModelWeights", "shallow_model"]
+__all__ = ["ModelWeights", "empty_model", "shallow_model"]
 
 # Enough to see every kind of layer in models that alternate, or that start with dense layers before experts.
 _SHALLOW_LAYERS = 4
@@ -60,8 +60,7 @@ class ModelWeights:
         """
         if self._pretrained is not None and not on_meta:
             return self._read_whole(self._pretrained, config, attention)
-        with torch.device("meta"):
-            model = _from_config(config, attention)
+        model = empty_model(config, attention)
         if self._pretrained is not None:
             self._reader = PretrainedReader(model, self._pretrained)
             self._warn_of_unused(self._reader.unused)
@@ -108,6 +107,12 @@ class ModelWeights:
         if names:
             got = f"{len(names)} weights that the model does not use, the first `{names[0]}`"
             rank_zero_warn(f"{self._pretrained} holds {got}")
+
+
+def empty_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+    """Build a model on the meta device, in float32: shapes without weights."""
+    with torch.device("meta"):
+        return _from_config(config, attention)
 
 
 def shallow_model(config: PretrainedConfig, attention: str) -> PreTrainedModel:

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.gradients import average_unsharded
+from lightning_longctx.strategies.memory import MemorySettings, settings_of
+from lightning_longctx.strategies.out_of_memory import explaining
 from lightning_longctx.strategies.rows import RowSharder
 from lightning_longctx.strategies.settings import ShardingSettings
 from lightning_longctx.strategies.ulysses import Exchange, set_running_exchange
@@ -73,9 +76,16 @@ class ExactSteps(ModelParallelStrategy):
             module = self.lightning_module
             assert isinstance(module, FSDPModule)
             module.set_requires_gradient_sync(not module.trainer.fit_loop._should_accumulate())
-        return self._proving(
-            lambda: self._token_mean.training_step(lambda: step(*args, **kwargs), args[0])  # type: ignore[union-attr]
-        )
+        with explaining("forward", self._memory_settings):
+            return self._proving(
+                lambda: self._token_mean.training_step(lambda: step(*args, **kwargs), args[0])  # type: ignore[union-attr]
+            )
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward; where memory runs out, the error says what to switch on."""
+        with explaining("backward", self._memory_settings):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +127,8 @@ class ExactSteps(ModelParallelStrategy):
             token_mean.scale_gradients(parameters, accumulate)
             return result
 
-        return super().optimizer_step(optimizer, exact_closure, model, **kwargs)
+        with explaining("optimizer step", self._memory_settings):
+            return super().optimizer_step(optimizer, exact_closure, model, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
@@ -133,6 +144,9 @@ class ExactSteps(ModelParallelStrategy):
     def on_predict_end(self) -> None:
         """Free the root's gathered parameters."""
         self._reshard()
+
+    def _memory_settings(self) -> MemorySettings:
+        return settings_of(self, self.lightning_module, self.world_size)
 
     def _reshard(self) -> None:
         if isinstance(self.lightning_module, FSDPModule):

@@ -1,0 +1,163 @@
+"""``longctx plan``: read, simulate, report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.strategies.memory import MemorySettings, Switch, next_switches, possible_sp_sizes
+from lightning_longctx.tools.configuration import ReadConfiguration
+from lightning_longctx.tools.plan.options import PlanOptions, read_options
+from lightning_longctx.tools.plan.plot import check_plot, save_plot
+from lightning_longctx.tools.plan.reading import Run, read_run
+from lightning_longctx.tools.plan.report import PlanReport, Variant
+from lightning_longctx.tools.plan.search import GIB, Planner, all_changes, combine, last_of_each, nested
+
+__all__ = ["main", "plan"]
+
+Tell: TypeAlias = Callable[[str], object]
+
+_INT32 = 2**31 - 1
+_STRATEGY = "trainer.strategy"
+
+
+def main(words: Sequence[str], read: ReadConfiguration) -> int:
+    """Run the command.
+
+    Args:
+        words: what follows ``longctx plan``.
+        read: reads the words that belong to the configuration.
+
+    Returns:
+        0 if the configured run fits, 1 if it does not.
+
+    Raises:
+        ConfigurationError: an option or setting that cannot work, or a model that cannot be simulated.
+    """
+    options, rest = read_options(words)
+    plot = options.plot or options.folder / "plan.png"
+    check_plot(plot)
+    _make_folders(options, plot)
+    run = read_run(read(rest), options)
+    report, switches = plan(run, options, tell=partial(print, file=sys.stderr))
+    print(report.to_text())
+    (options.folder / "plan.md").write_text(report.to_text(), encoding="utf-8")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.to_plain(), indent=1) + "\n", encoding="utf-8")
+    if options.write is not None and switches is not None:
+        options.write.write_text(_as_yaml(switches, run), encoding="utf-8")
+    save_plot(plot, report.variants, options.device_gb)
+    print(f"Table in {options.folder}, plot in {plot}.")
+    return 0 if report.fits else 1
+
+
+def plan(run: Run, options: PlanOptions, tell: Tell | None = None) -> tuple[PlanReport, list[Switch] | None]:
+    """Simulate the run as configured, and with other switches.
+
+    Args:
+        run: what is configured.
+        options: ``device_gb``, ``host_gb``, ``write`` and ``brief`` are read.
+        tell: called with a line after each variant; None for silence.
+
+    Returns:
+        The report, and the fewest switches that make it fit: none where it fits already, None where nothing helps.
+    """
+    host = None if options.host_gb is None else int(options.host_gb * GIB)
+    planner = Planner(run, int(options.device_gb * GIB), host)
+    variants: list[Variant] = []
+    for name, settings in _variants(run.settings):
+        peaks = planner.peaks(settings, whole=not variants)
+        longest = None if options.brief else planner.longest(settings)
+        variants.append(Variant(name, peaks, planner.shortage(peaks) <= 0, longest))
+        if tell is not None:
+            tell(f"Simulated: {name}.")
+    switches = planner.smallest_fit(run.settings)
+    facts = {
+        "parameters": sum(parameter.numel() for parameter in run.template.parameters()),
+        "tokens": run.step.tokens,
+        "world_size": run.settings.world_size,
+        "ranks_per_node": run.ranks_per_node,
+        "sequence_parallel_size": run.settings.sequence_parallel_size,
+        "precision": run.step.precision,
+        "device_gib": options.device_gb,
+        "switched_on": run.settings.switched_on(),
+        "smallest_fit": None if switches is None else [switch.name for switch in switches],
+    }
+    return PlanReport(facts, variants, _advice(switches), _notes(run, variants)), switches
+
+
+def _variants(settings: MemorySettings) -> list[tuple[str, MemorySettings]]:
+    """As configured, with one change each, and with all of them."""
+    switches = next_switches(settings)
+    found = [("as configured", settings), *((f"+ {switch.name}", switch.settings) for switch in switches)]
+    everything = last_of_each(switches)
+    if len(everything) > 1:
+        found.append(("+ all of them", combine(settings, everything)))
+    return found
+
+
+def _advice(switches: Sequence[Switch] | None) -> str:
+    if switches is None:
+        return "No set of switches makes it fit: take a shorter row, more or larger devices."
+    if not switches:
+        return "Nothing has to be switched on."
+    return f"The fewest switches that make it fit: {', '.join(f'`{switch.name}`' for switch in switches)}."
+
+
+def _notes(run: Run, variants: Sequence[Variant]) -> list[str]:
+    settings, tokens = run.settings, run.step.tokens
+    notes = []
+    if settings.heads is not None:
+        sizes = possible_sp_sizes(settings.world_size, settings.heads, settings.data_parallel_replicate_size)
+        notes.append(
+            f"{settings.heads} query heads on {settings.world_size} device(s): sequence_parallel_size {sizes}."
+        )
+    positions = getattr(getattr(run.template, "config", None), "max_position_embeddings", None)
+    if positions is not None and positions < max(tokens, *(variant.longest or 0 for variant in variants)):
+        notes.append(
+            f"The model has {positions:,} positions: documents longer than that need `max_position_embeddings`."
+        )
+    for variant in variants[:1]:
+        elements, shape = variant.peaks.largest
+        over = "more than" if elements > _INT32 else "within"
+        notes.append(
+            f"The largest tensor, {list(shape)}, has {elements:,} elements: {over} the {_INT32:,} that kernels with"
+            " 32-bit indices can address."
+        )
+    for name in ("activation_offload", "tiled_mlp"):
+        if getattr(settings, name) is None:
+            notes.append(f"Left out: `{name}`, which this version of the strategy does not have.")
+    return notes
+
+
+def _as_yaml(switches: Sequence[Switch], run: Run) -> str:
+    """The switches as a second configuration file. Classes are named, so that their other settings stay."""
+    changes: dict[str, Any] = {}
+    for key, value in all_changes(switches).items():
+        if key.startswith(_STRATEGY):
+            changes.setdefault(f"{_STRATEGY}.class_path", "lightning_longctx.strategies.LongContextFSDPStrategy")
+            changes[key] = value
+        else:
+            section, _, rest = key.partition(".")
+            changes.setdefault(f"{section}.class_path", run.model_class)
+            changes[f"{section}.init_args.{rest}"] = value
+    text = "# The fewest switches that fit: longctx fit --config run.yaml --config THIS_FILE\n"
+    return text + (yaml.safe_dump(nested(changes), sort_keys=False) if changes else "{}\n")
+
+
+def _make_folders(options: PlanOptions, plot: Path) -> None:
+    folders = {"--out": options.folder, "--plot": plot.parent}
+    folders |= {"--json": options.json.parent} if options.json else {}
+    folders |= {"--write": options.write.parent} if options.write else {}
+    for flag, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(flag, "must be in a folder that can be made", str(error), "Change it.") from None

@@ -1,0 +1,147 @@
+"""Which switches are on, which come next, and what an error says when memory runs out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_longctx.strategies import ActivationCheckpointing, LongContextFSDPStrategy, ShardingSettings
+from lightning_longctx.strategies.memory import MemorySettings, next_switches, possible_sp_sizes, settings_of
+from lightning_longctx.strategies.out_of_memory import advice, explaining, is_out_of_memory
+from tests.helpers.pool import run_ranks
+from tests.strategies.own_model import OwnModule
+
+FULL = ActivationCheckpointing("full")
+
+
+def names(settings: MemorySettings) -> list[str]:
+    return [switch.name for switch in next_switches(settings)]
+
+
+def test_order_of_the_switches() -> None:
+    assert names(MemorySettings(8, heads=32)) == [
+        "activation_checkpointing: full",
+        "sequence_parallel_size: 2",
+        "sequence_parallel_size: 4",
+        "sequence_parallel_size: 8",
+    ]
+    wasteful = ShardingSettings(reduce_gradients="last_micro_batch", reshard_after_forward=False)
+    settings = MemorySettings(8, 4, 2, FULL, wasteful, heads=12, loss_chunk_tokens=4096, has_loss_chunks=True)
+    assert names(settings) == [
+        "sharding.reduce_gradients: every_micro_batch",
+        "sharding.reshard_after_forward: true",
+        "loss_chunk_tokens: 256",
+        "data_parallel_replicate_size: 1",
+    ]
+    assert names(MemorySettings(2, 2, activation_checkpointing=FULL)) == []
+
+
+def test_a_switch_makes_its_change_and_no_other() -> None:
+    settings = MemorySettings(8, heads=8)
+    for switch in next_switches(settings):
+        assert switch.settings != settings
+        assert replace(switch.settings, activation_checkpointing=settings.activation_checkpointing).heads == 8
+        assert switch.name not in settings.switched_on()
+        assert switch.name in switch.settings.switched_on()
+        (key,) = switch.changes
+        assert key.startswith("trainer.strategy.init_args.")
+
+
+@pytest.mark.parametrize(
+    ("world", "heads", "copies", "sizes"),
+    [(8, 32, 1, [1, 2, 4, 8]), (8, 12, 1, [1, 2, 4]), (8, 32, 2, [1, 2, 4]), (6, None, 1, [1, 2, 3, 6])],
+)
+def test_sizes_that_divide(world: int, heads: int | None, copies: int, sizes: list[int]) -> None:
+    assert possible_sp_sizes(world, heads, copies) == sizes
+
+
+def test_settings_of_a_strategy() -> None:
+    found = settings_of(LongContextFSDPStrategy(activation_checkpointing="full"), OwnModule(), 4)
+    assert (found.world_size, found.activation_checkpointing, found.has_loss_chunks) == (4, FULL, False)
+    assert found.switched_on() == ["activation_checkpointing: full"]
+
+
+def test_the_message() -> None:
+    text = advice("forward", MemorySettings(8, 2, activation_checkpointing=FULL, heads=4))
+    assert text.splitlines() == [
+        "LongContextFSDPStrategy: out of memory in the forward.",
+        "Switched on: `activation_checkpointing: full`, `sequence_parallel_size: 2`.",
+        "Try next: `sequence_parallel_size: 4` (trainer.strategy.init_args.sequence_parallel_size).",
+        "`longctx plan --config run.yaml --device-gb 80` tells what fits, without a device.",
+    ]
+    assert "shorten `data.max_seq_len`" in advice("backward", MemorySettings(activation_checkpointing=FULL))
+
+
+def test_the_innermost_phase_tells_once_below_the_original_message() -> None:
+    outer, inner = (explaining(phase, MemorySettings) for phase in ("optimizer step", "backward"))
+    with pytest.raises(torch.OutOfMemoryError) as raised, outer, inner:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    lines = str(raised.value).splitlines()
+    assert lines[:3] == [
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "",
+        "LongContextFSDPStrategy: out of memory in the backward.",
+    ]
+    assert str(raised.value).count("out of memory in the") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("out of memory"), RuntimeError("CUDA error: misaligned address")])
+def test_other_errors_stay_as_they_are(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+    text = str(error)
+    with pytest.raises(type(error)) as raised, explaining("forward", MemorySettings):
+        raise error
+    assert str(raised.value) == text
+
+
+class Hungry(OwnModule):
+    """Asks for more than any machine has, in one phase."""
+
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.phase = phase
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.phase == "forward":
+            torch.empty(2**58, dtype=torch.uint8)
+        output = super().training_step(batch, batch_idx)
+        if self.phase == "backward":
+            output["loss"].register_hook(lambda gradient: torch.empty(2**58, dtype=torch.uint8))
+        return output
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.phase == "optimizer step":
+            torch.empty(2**58, dtype=torch.uint8)
+
+
+def _run_out(phase: str) -> str:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        limit_val_batches=0,
+        strategy=LongContextFSDPStrategy(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(Hungry(phase))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer step"])
+def test_a_run_that_runs_out(phase: str) -> None:
+    (text,) = run_ranks(_run_out, 1, phase)
+    first, _, rest = text.partition("\n\n")
+    assert "DefaultCPUAllocator" in first
+    assert rest.startswith(f"LongContextFSDPStrategy: out of memory in the {phase}.\nSwitched on: nothing.")
+    assert "Try next: `activation_checkpointing: full`" in rest

@@ -1,0 +1,116 @@
+"""The whole command, as it is typed: tables, files, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_longctx.cli import main
+from lightning_longctx.cli.parts import read_words
+from lightning_longctx.strategies.memory import settings_of
+from tests.contracts.source import ROOT
+from tests.tools.plan.helpers import HAS_OFFLOAD, TINY
+
+
+def _config(strategy: Any = "longctx_fsdp", model: Any = None, **trainer: Any) -> None:
+    """Write a configuration for GPUs that are not here."""
+    content = {
+        "trainer": {"accelerator": "gpu", "devices": 4, "precision": "bf16-true", "strategy": strategy, **trainer},
+        "model": model or {"config": {**TINY, "num_hidden_layers": 3}},
+        "data": {"max_seq_len": "64K", "sources": {"a": [{"text": "words"}]}},
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(content))
+
+
+def _plan(*words: str) -> tuple[int, dict[str, Any]]:
+    """Run; return the exit code and the JSON."""
+    code = main(["plan", "--config", "run.yaml", "--json", "found/plan.json", "--brief", *words])
+    return code, json.loads(Path("found/plan.json").read_text())
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", "--config", "run.yaml", *words]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_and_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    _config()
+    code, found = _plan("--device-gb", "2.2", "--write", "found/fits.yaml")
+    assert code == 1
+    text = capsys.readouterr().out
+    assert "It does not fit" in text
+    assert "| backward " in text
+    assert text.startswith(Path("runs/plan/plan.md").read_text())
+    assert Path("runs/plan/plan.png").read_bytes().startswith(b"\x89PNG")
+    variants = {variant["name"]: variant for variant in found["variants"]}
+    configured = variants["as configured"]
+    assert configured["peak_bytes"] > variants["+ activation_checkpointing: full"]["peak_bytes"]
+    assert configured["peak_bytes"] == max(phase["peak"] for phase in configured["phases"])
+    assert found["facts"]["smallest_fit"]
+    # the remedy is a second configuration: nothing else changes, and it fits
+    code, again = _plan("--config", "found/fits.yaml", "--device-gb", "2.2")
+    assert code == 0
+    assert again["facts"]["smallest_fit"] == []
+    assert again["facts"]["parameters"] == found["facts"]["parameters"]
+    assert again["facts"]["switched_on"] == found["facts"]["smallest_fit"]
+    assert again["variants"][0]["with_margin_bytes"] <= 2.2 * 2**30
+
+
+@pytest.mark.slow
+def test_the_remedy_keeps_other_settings() -> None:
+    sharding = {"prefetch": 2}
+    _config({"class_path": "LongContextFSDPStrategy", "init_args": {"sharding": sharding}})
+    code, found = _plan("--device-gb", "2.2", "--write", "fits.yaml")
+    assert code == 1
+    strategy, _ = read_words(["--config", "run.yaml", "--config", "fits.yaml"], "strategy")
+    assert strategy.sharding.prefetch == 2
+    assert settings_of(strategy, None, 4).switched_on() == found["facts"]["smallest_fit"]
+
+
+@pytest.mark.slow
+def test_length_devices_and_a_run_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    _config(devices="auto")
+    code, found = _plan("--device-gb", "80", "--devices", "2", "--max-seq-len", "1K", "--write", "fits.yaml")
+    assert code == 0
+    assert (found["facts"]["tokens"], found["facts"]["world_size"]) == (1024, 2)
+    assert yaml.safe_load(Path("fits.yaml").read_text()) == {}
+    assert "Nothing has to be switched on." in capsys.readouterr().out
+    left_out = [note for note in found["notes"] if note.startswith("Left out")]
+    assert bool(left_out) is not HAS_OFFLOAD
+
+
+@pytest.mark.slow
+def test_the_quickstart_can_be_planned() -> None:
+    code = main(["plan", "--config", str(ROOT / "examples/quickstart.yaml"), "--device-gb", "8", "--brief"])
+    assert code == 0
+
+
+@pytest.mark.slow
+def test_longest_rows() -> None:
+    _config()
+    assert main(["plan", "--config", "run.yaml", "--device-gb", "2.5", "--json", "plan.json"]) in (0, 1)
+    found = {entry["name"]: entry for entry in json.loads(Path("plan.json").read_text())["variants"]}
+    longest = [found[name]["longest_tokens"] for name in ("as configured", "+ activation_checkpointing: full")]
+    assert 0 < longest[0] < longest[1] < found["+ all of them"]["longest_tokens"]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_planned_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    _config()
+    assert "`--device-gb` must be given" in _refused(capsys)
+    assert "Did you mean --max-seq-len?" in _refused(capsys, "--device-gb", "80", "--max-seq-lenn", "1K")
+    assert "`--device-gb` must be a number of GiB" in _refused(capsys, "--device-gb", "many")
+    assert "`--plot` must name a .png" in _refused(capsys, "--device-gb", "80", "--plot", "plan.bmp")
+    _config(devices="auto")
+    assert "`trainer.devices` must be a number" in _refused(capsys, "--device-gb", "80")
+    _config("ddp")
+    assert "must be LongContextFSDPStrategy, but got ddp" in _refused(capsys, "--device-gb", "80")
+    _config({"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 3}})
+    assert "must divide the number of processes" in _refused(capsys, "--device-gb", "80")
+    _config({"class_path": "LongContextFSDPStrategy", "init_args": {"sharding": {"offload_parameters": True}}})
+    assert "offload_parameters` is not simulated" in _refused(capsys, "--device-gb", "80")
