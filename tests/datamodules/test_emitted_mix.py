@@ -53,16 +53,16 @@ def test_the_source_of_which_most_waits_comes_first() -> None:
     assert [(c.source_id, c.number) for c in pool.candidates] == [(1, 2), (1, 3), (1, 4), (0, 5)]
 
 
-def test_a_source_far_ahead_is_not_offered() -> None:
+def test_a_source_is_offered_as_far_as_it_may_be_ahead() -> None:
     pool = DocumentPool()
     pool.add(_candidates((0, 10), (0, 10), (0, 10), (1, 10), (1, 10), (1, 10)), 0)
-    pool.take([0, 1])
-    view, indices = pool.offer(1, budget=20)  # source 0 is 10 tokens ahead: half a row
-    assert len(view.lengths) == 4
-    pool.add(_candidates((1, 10)), 1)
+    pool.take([0, 1])  # source 0 is 10 tokens ahead: half a row of 20
+    # Half of a row and 0.3 rows are 16 tokens: less 10 none of source 0 fits, and with 10 two of source 1.
     view, indices = pool.offer(1, budget=20)
-    assert [pool.candidates[index].source_id for index in indices] == [1] * len(view.lengths) == [1] * 4
-    assert view.tokens == 40
+    assert [pool.candidates[index].source_id for index in indices] == [1, 1]
+    assert (view.lengths, view.tokens) == ([10, 10], 20)
+    # Where a row is a small part of what was given there is room for all.
+    assert len(pool.offer(200, budget=20)[0].lengths) == 4
 
 
 def test_one_source_keeps_its_order_of_arrival() -> None:
