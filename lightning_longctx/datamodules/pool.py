@@ -24,9 +24,10 @@ from lightning_longctx.datamodules.selection import PoolView
 __all__ = ["Candidate", "DocumentPool", "candidates_from_state", "candidates_to_state"]
 
 # Rows of tokens by which a source may be given sooner than the others, so that the packed mix is within two points
-# after 50 rows. There a row is two points, and a document of up to a row adds to it. Later there is more room, which
-# fills rows; two rows are enough for that (benchmarks/mix).
-_AHEAD_EARLY, _AHEAD_LATE = 0.3, 2.0
+# after 50 rows. There a row is two points, and a document of up to a row adds to it. Before there is time to make up
+# for it, and later there is more room; both fill rows (benchmarks/mix).
+_AHEAD_FIRST, _AHEAD_NARROW, _AHEAD_LATE = 1.0, 0.3, 2.0
+_NARROW_FROM = 35
 
 
 @dataclass(slots=True)
@@ -177,8 +178,10 @@ class DocumentPool:
         for candidate in self._candidates:
             waiting[candidate.source_id] += candidate.length
         came = self._drawn.total()
-        # Two points are a row more in each 50; the slope is below that, since the longest documents need their part.
-        allowed = min(_AHEAD_LATE, max(_AHEAD_EARLY, (row - 60) / 60))
+        allowed = _AHEAD_FIRST
+        if row >= _NARROW_FROM:
+            # Two points are a row more in each 50; the slope is below that, for the longest documents' part.
+            allowed = min(_AHEAD_LATE, max(_AHEAD_NARROW, (row - 60) / 60))
         room = {}
         for source, tokens in waiting.items():
             share = self._drawn[source] / came

@@ -58,7 +58,7 @@ def test_a_source_is_offered_as_far_as_it_may_be_ahead() -> None:
     pool.add(_candidates((0, 10), (0, 10), (0, 10), (1, 10), (1, 10), (1, 10)), 0)
     pool.take([0, 1])  # source 0 is 10 tokens ahead: half a row of 20
     # Half of a row and 0.3 rows are 16 tokens: less 10 none of source 0 fits, and with 10 two of source 1.
-    view, indices = pool.offer(1, budget=20)
+    view, indices = pool.offer(40, budget=20)
     assert [pool.candidates[index].source_id for index in indices] == [1, 1]
     assert (view.lengths, view.tokens) == ([10, 10], 20)
     # Where a row is a small part of what was given there is room for all.
