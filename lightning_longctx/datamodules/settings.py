@@ -79,6 +79,15 @@ def _check_at_least(field: str, value: int, least: int) -> None:
         raise ConfigurationError(field, f"must be an integer of at least {least}", repr(value), "Change it.")
 
 
+def _check_bools(group: str, settings: object, *names: str) -> None:
+    """Python takes any word for true: `"false"` would switch on what it should switch off."""
+    for name in names:
+        value = getattr(settings, name)
+        if not isinstance(value, bool):
+            fix = "Write it without quotes."
+            raise ConfigurationError(f"{group}.{name}", "must be true or false", repr(value), fix)
+
+
 def check_weights(weights: Mapping[str, float], names: Sequence[str]) -> None:
     """Check weights of sources that are set during a run.
 
@@ -132,7 +141,9 @@ class PackingSettings:
     def __post_init__(self) -> None:
         _check_choice("packing.long_document", self.long_document, LongDocument)
         _check_choice("packing.count_mode", self.count_mode, CountMode)
-        if not 1 <= self.physical_overflow_ratio < float("inf"):
+        _check_bools("packing", self, "cut_to_fill", "dynamic")
+        ratio = self.physical_overflow_ratio
+        if not isinstance(ratio, int | float) or not 1 <= ratio < float("inf"):
             fix = "Write 1.5 for rows of at most one and a half budgets of tokens."
             got = self.physical_overflow_ratio
             raise ConfigurationError("packing.physical_overflow_ratio", "must be finite and at least 1", got, fix)
@@ -223,5 +234,8 @@ class LoadingSettings:
         _check_choice("loading.stop_mode", self.stop_mode, StopMode)
         _check_choice("loading.on_bad_record", self.on_bad_record, OnBadRecord)
         _check_choice("loading.on_uneven_end", self.on_uneven_end, OnUnevenEnd)
+        _check_bools("loading", self, "shuffle", "drop_last", "balance")
         _check_at_least("loading.num_workers", self.num_workers, 0)
         _check_at_least("loading.seed", self.seed, 0)
+        if self.seed >= 2**63:  # PyTorch's generators take no more
+            raise ConfigurationError("loading.seed", "must be below 2^63", self.seed, "Use a smaller number.")

@@ -28,6 +28,13 @@ TEXT = {"a": [{"text": "hello"}]}
         ({"loading": {"warmup": {"steps": 3, "initial_tokens": "1M"}}}, "must be at most 4,096, the full budget"),
         ({"sources": {"a": {"path": "x", "weight": "x"}}}, "`data.sources.a` must have a positive `weight`"),
         ({"sources": {"a": {"path": "x", "min_tokens": 9, "max_tokens": 3}}}, "data.sources.a.min_tokens"),
+        ({"loading": {"shuffle": "false"}}, "loading.shuffle"),
+        ({"loading": {"balance": "no"}}, "loading.balance"),
+        ({"loading": {"drop_last": 2}}, "loading.drop_last"),
+        ({"loading": {"seed": 2**70}}, "loading.seed"),
+        ({"packing": {"cut_to_fill": "yes"}}, "packing.cut_to_fill"),
+        ({"packing": {"dynamic": "no"}}, "packing.dynamic"),
+        ({"packing": {"physical_overflow_ratio": "a"}}, "packing.physical_overflow_ratio"),
     ],
 )
 def test_one_line_for_a_mistake(settings: dict[str, Any], message: str) -> None:
