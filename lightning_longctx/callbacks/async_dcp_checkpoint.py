@@ -223,6 +223,10 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
             resumed.restore_random_numbers(plan.topology.rank)
         self._loggers_continued = False
 
+    def hang_report(self) -> str:
+        """What a hanging run says of its saves, for :class:`~lightning_longctx.RunGuard`."""
+        return "no run" if self._run is None else self._run.hang_report()
+
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

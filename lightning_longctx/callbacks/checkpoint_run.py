@@ -90,6 +90,11 @@ class CheckpointRun:
         atexit.register(self._at_exit)
         return self._writer.run
 
+    def hang_report(self) -> str:
+        """The writes under way and their ages. Called from another thread; waits for nothing."""
+        ages = ", ".join(f"{slot} for {age:.0f} s" for slot, age in self._writer.pending.items())
+        return f"writing {ages}" if ages else "no write is under way"
+
     def after_batch(self) -> None:
         """Once a step is complete: hear of writes, obey signals, save if it is due."""
         step = self._trainer.global_step

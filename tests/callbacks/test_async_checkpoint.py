@@ -275,6 +275,7 @@ def test_the_progress_bar_shows_a_write_under_way(monkeypatch: pytest.MonkeyPatc
 
     class Bar(ProgressBar):
         shown: list[float] = []
+        said: set[str] = set()
 
         def disable(self) -> None: ...
 
@@ -282,12 +283,16 @@ def test_the_progress_bar_shows_a_write_under_way(monkeypatch: pytest.MonkeyPatc
 
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
             self.shown.append(float(self.get_metrics(trainer, pl_module).get("saving_s", -1.0)))
+            saving = next(one for one in trainer.callbacks if isinstance(one, AsyncDCPCheckpoint))
+            self.said.add(saving.hang_report())  # what RunGuard would write of it
             time.sleep(0.05)
 
     monkeypatch.setattr("lightning_longctx.checkpoint.writer.FileSystem", Slow)
     bar = Bar()
     fit("c", 14, callbacks=[bar], enable_progress_bar=True, checkpoint={"every_n_train_steps": 2, "keep_last": 1})
     assert max(bar.shown) > 0.05
+    assert any(line.startswith("writing weights for 0 s") for line in bar.said)
+    assert AsyncDCPCheckpoint("d").hang_report() == "no run"
     assert _steps("c") == [14]
 
 
