@@ -7,9 +7,16 @@ import pickle
 import pytest
 
 from lightning_longctx import errors
-from lightning_longctx.errors import BatchContractError, CheckpointError, ConfigurationError, DataError, FieldError
+from lightning_longctx.errors import (
+    BatchContractError,
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    DivergenceError,
+    FieldError,
+)
 
-KINDS = [BatchContractError, CheckpointError, ConfigurationError, DataError, FieldError]
+KINDS = [BatchContractError, CheckpointError, ConfigurationError, DataError, DivergenceError, FieldError]
 
 
 def test_all_kinds_are_tested() -> None:

@@ -155,7 +155,9 @@ def load_named_optimizer_state(directory: TensorDirectory, number: int, optimize
     names = _names_by_number(number, optimizer, parameter_names(module))
     found = _saved_entries(directory, number)
     missing = sorted(set(names.values()) - set(found))
-    if missing:
+    # Plain SGD keeps nothing; whoever keeps moments has found some at least for one parameter.
+    keeps = bool(found) or any(group.get("momentum") or "betas" in group for group in optimizer.param_groups)
+    if missing and keeps:
         fix = "Resume the run that was saved, with the same optimizer."
         got = f"none for {missing[:8]}"
         raise CheckpointError(f"optimizer_{number}", "must have state for every parameter", got, fix)
