@@ -62,7 +62,7 @@ class OwnModel(LightningModule):
         self, width: int = 64, layers: int = 2, heads: int = 4, kv_heads: int = 2, vocab_size: int = 264
     ) -> None:
         super().__init__()
-        self.vocab_size = vocab_size = 264  # the tokenizer `bytes` has 257 ids
+        self.vocab_size = vocab_size  # the tokenizer `bytes` has 257 ids
         self.embedding = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(Block(width, heads, kv_heads) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocab_size, bias=False)

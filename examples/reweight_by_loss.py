@@ -11,6 +11,7 @@ trains a tiny model on Python's standard library and on package descriptions, an
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -107,4 +108,6 @@ def main(steps: int = 40) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print({name: round(weight, 3) for name, weight in main().items()})
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--max-steps", type=int, default=40)
+    print({name: round(weight, 3) for name, weight in main(parser.parse_args().max_steps).items()})
