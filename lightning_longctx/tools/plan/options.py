@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.tools.flags import FlagParser, integer
 from lightning_longctx.units import parse_token_count
 
 __all__ = ["PlanOptions", "read_options"]
@@ -42,52 +41,28 @@ class PlanOptions:
     brief: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error with its flag as the field."""
-        field, _, text = message.removeprefix("argument ").partition(": ")
-        rule, _, got = text.partition(" but got ")
-        raise ConfigurationError(field.split("/")[0], rule or "must be valid", got or message, "See `longctx plan -h`.")
-
-
 def read_options(words: Sequence[str]) -> tuple[PlanOptions, list[str]]:
     """Split the words after ``longctx plan`` into the tool's own options and the words of the configuration.
 
     Raises:
         ConfigurationError: a value that cannot be, a misspelt flag, or no ``--device-gb``.
     """
-    found, rest = _parser().parse_known_args(list(words))
-    known = [f"--{name.replace('_', '-')}" for name in vars(found)]
-    for word in rest:
-        flag = word.partition("=")[0]
-        near = get_close_matches(flag, known, n=1, cutoff=0.75) if flag.startswith("--") and "." not in flag else []
-        if near:
-            raise ConfigurationError(
-                flag, "must be a flag of longctx plan", "an unknown one", f"Did you mean {near[0]}?"
-            )
-    values: dict[str, Any] = {("folder" if name == "out" else name): value for name, value in vars(found).items()}
-    if values["device_gb"] is None:
+    found, rest = _parser().split(words)
+    if found["device_gb"] is None:
         raise ConfigurationError("--device-gb", "must be given", "nothing", "Write `--device-gb 80` for an 80 GB GPU.")
-    return PlanOptions(**values), rest
+    return PlanOptions(**{("folder" if name == "out" else name): value for name, value in found.items()}), rest
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="longctx plan",
-        usage="longctx plan --config FILE --device-gb 80 [--SECTION.KEY VALUE ...] [options]",
-        description="Tell whether a model at a length fits a device, and what to switch on: no GPU, no weights.",
-        allow_abbrev=False,
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        "plan",
+        "Tell whether a model at a length fits a device, and what to switch on: no GPU, no weights.",
+        "--device-gb 80 ",
     )
-
-    def add(name: str, **settings: Any) -> None:
-        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-        parser.add_argument(*spellings, **settings)
-
+    add = parser.add
     add("device-gb", type=_gib, help="memory of one device in GiB")
     add("host-gb", type=_gib, help="memory of one node in GiB, for activation offload (not judged)")
-    add("devices", type=_positive, help="devices of a node (those of the configuration)")
+    add("devices", type=integer(1), help="devices of a node (those of the configuration)")
     add("max-seq-len", type=_tokens, help="tokens of a document, such as 512K (that of the configuration)")
     add("write", type=Path, help="write the smallest set of switches that fits to this file, as a second --config")
     add("out", type=Path, default=Path("runs/plan"), help="folder for table and plot (%(default)s)")
@@ -105,12 +80,6 @@ def _gib(text: str) -> float:
     if not 0 < value < 2**20:
         raise argparse.ArgumentTypeError(f"must be a number of GiB such as 80 but got {text!r}")
     return value
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer but got {text!r}")
-    return int(text)
 
 
 def _tokens(text: str) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
 
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.tools.flags import FlagParser, integer
 
 __all__ = ["ProbeOptions", "read_options"]
 
@@ -40,78 +38,33 @@ class ProbeOptions:
     plot: Path | None = None
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error with its flag as the field."""
-        field, _, text = message.removeprefix("argument ").partition(": ")
-        rule, _, got = text.partition(" but got ")
-        raise ConfigurationError(
-            field.split("/")[0], rule or "must be valid", got or message, "See `longctx probe -h`."
-        )
-
-
 def read_options(words: Sequence[str]) -> tuple[ProbeOptions, list[str]]:
     """Split the words after ``longctx probe`` into the tool's own options and the words of the configuration.
 
     Raises:
         ConfigurationError: a value that cannot be, or a misspelt flag.
     """
-    found, rest = _parser().parse_known_args(list(words))
-    known = [f"--{name.replace('_', '-')}" for name in vars(found)]
-    for word in rest:
-        flag = word.partition("=")[0]
-        near = get_close_matches(flag, known, n=1, cutoff=0.75) if flag.startswith("--") and "." not in flag else []
-        if near:
-            raise ConfigurationError(
-                flag, "must be a flag of longctx probe", "an unknown one", f"Did you mean {near[0]}?"
-            )
-    values: dict[str, Any] = {("folder" if name == "out" else name): value for name, value in vars(found).items()}
-    return ProbeOptions(**values), rest
+    found, rest = _parser().split(words)
+    return ProbeOptions(**{("folder" if name == "out" else name): value for name, value in found.items()}), rest
 
 
-def _parser() -> _Parser:
+def _parser() -> FlagParser:
     default = ProbeOptions()
-    parser = _Parser(
-        prog="longctx probe",
-        usage="longctx probe --config FILE [--SECTION.KEY VALUE ...] [options]",
-        description="Show how the documents of a configuration pack into rows: no model, no accelerator.",
-        allow_abbrev=False,
-    )
-
-    def add(name: str, **settings: Any) -> None:
-        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-        parser.add_argument(*spellings, **settings)
-
-    add("micro-batches", type=_positive, default=default.micro_batches, help="rows of each rank (%(default)s)")
-    add("dp", type=_positive, help="data-parallel ranks (those of the configuration)")
+    parser = FlagParser("probe", "Show how the documents of a configuration pack into rows: no model, no accelerator.")
+    add = parser.add
+    add("micro-batches", type=integer(1), default=default.micro_batches, help="rows of each rank (%(default)s)")
+    add("dp", type=integer(1), help="data-parallel ranks (those of the configuration)")
     add("seeds", type=_seeds, default=default.seeds, help="orders of documents, such as 42,43 (loading.seed)")
     add("min-fill", type=_percent, help="exit with 1 if first or steady fill is below this many percent")
-    add("show", type=_count, default=default.show, help="print this many packed rows, decoded (%(default)s)")
+    add("show", type=integer(0), default=default.show, help="print this many packed rows, decoded (%(default)s)")
     add("out", type=Path, default=default.folder, help="folder for report, tables and plot (%(default)s)")
     add("json", type=Path, help="also write all numbers to this file")
     add("plot", type=Path, help="file of the plot (probe.png in the folder)")
     return parser
 
 
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _count(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, least: int) -> int:
-    digits = text.replace("_", "")
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least {least} but got {text!r}")
-    return int(digits)
-
-
 def _seeds(text: str) -> tuple[int, ...]:
-    seeds = tuple(_integer(part.strip(), 0) for part in text.split(","))
+    seeds = tuple(integer(0)(part.strip()) for part in text.split(","))
     if len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"must be different seeds but got {text!r}")
     return seeds

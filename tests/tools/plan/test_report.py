@@ -93,7 +93,7 @@ def test_flags_and_the_words_of_the_configuration() -> None:
         ([], "`--device-gb` must be given"),
         (["--device-gb", "0"], "`--device-gb` must be a number of GiB such as 80, but got '0'"),
         (["--device-gb", "nan"], "must be a number of GiB"),
-        (["--device-gb", "80", "--devices", "0"], "`--devices` must be a positive integer, but got '0'"),
+        (["--device-gb", "80", "--devices", "0"], "`--devices` must be an integer of at least 1, but got '0'"),
         (["--device-gb", "80", "--max-seq-len", "long"], "--max-seq-len"),
         (["--device-gb", "80", "--device"], "must be a flag of longctx plan"),
     ],

@@ -1,0 +1,65 @@
+"""What the flags of all tools share: one parser that knows its own flags and leaves the configuration's alone."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from lightning_longctx.errors import ConfigurationError
+
+__all__ = ["FlagParser", "integer"]
+
+
+class FlagParser(argparse.ArgumentParser):
+    """The flags of one tool. Raises where argparse would print its usage and exit.
+
+    Args:
+        tool: its name on the command line.
+        description: one sentence.
+        required: what the usage line shows after ``--config FILE``.
+    """
+
+    def __init__(self, tool: str, description: str, required: str = "") -> None:
+        usage = f"longctx {tool} --config FILE {required}[--SECTION.KEY VALUE ...] [options]"
+        super().__init__(prog=f"longctx {tool}", usage=usage, description=description, allow_abbrev=False)
+
+    def add(self, name: str, **settings: Any) -> None:
+        """Add ``--name``, with dashes and with underscores."""
+        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
+        self.add_argument(*spellings, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error with its flag as the field."""
+        field, _, text = message.removeprefix("argument ").partition(": ")
+        rule, _, got = text.partition(" but got ")
+        raise ConfigurationError(field.split("/")[0], rule or "must be valid", got or message, f"See `{self.prog} -h`.")
+
+    def split(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+        """Split words into the tool's own values, by name, and the words of the configuration.
+
+        Raises:
+            ConfigurationError: a value that cannot be, or a misspelt flag.
+        """
+        found, rest = self.parse_known_args(list(words))
+        known = [f"--{name.replace('_', '-')}" for name in vars(found)]
+        for word in rest:
+            flag = word.partition("=")[0]
+            near = get_close_matches(flag, known, n=1, cutoff=0.75) if flag.startswith("--") and "." not in flag else []
+            if near:
+                fix = f"Did you mean {near[0]}?"
+                raise ConfigurationError(flag, f"must be a flag of {self.prog}", "an unknown one", fix)
+        return vars(found), rest
+
+
+def integer(least: int) -> Callable[[str], int]:
+    """A type for flags: an integer of at least ``least``; underscores between digits are read over."""
+
+    def read(text: str) -> int:
+        digits = text.replace("_", "")
+        if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least} but got {text!r}")
+        return int(digits)
+
+    return read
