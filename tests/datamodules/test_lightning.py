@@ -201,6 +201,8 @@ def test_steps_after_a_resume_inside_a_window_are_those_of_the_unbroken_run(rows
     trainer(callbacks=[_SaveAfter(rows)], **settings).fit(whole, data_module())
     again = trainer(**settings)
     again.fit(resumed, data_module(), ckpt_path="inside.ckpt", weights_only=False)
+    # The axis of loggers counts steps, too.
+    assert again.fit_loop.epoch_loop._batches_that_stepped == again.global_step
     first = (rows - 1) // 4 if rows % 4 == 0 else rows // 4
     assert resumed.steps == {step: seen for step, seen in whole.steps.items() if step >= first}
     assert again.global_step == max(whole.steps) + 1
