@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from lightning_longctx.strategies.activation_checkpointing import ActivationCheckpointing
+from lightning_longctx.strategies.activation_checkpointing import ActivationCheckpointing, checkpoints_itself
+from lightning_longctx.strategies.activation_offload.settings import ActivationOffload
 from lightning_longctx.strategies.settings import ShardingSettings
+from lightning_longctx.strategies.shard import find_blocks
+from lightning_longctx.strategies.tiled_mlp import TiledMLP, find_mlps
 
 __all__ = ["MemorySettings", "Switch", "next_switches", "possible_sp_sizes", "settings_of"]
 
@@ -31,11 +34,12 @@ class MemorySettings:
         data_parallel_replicate_size: copies of the sharded parameters.
         activation_checkpointing: what is computed again.
         sharding: units, gathering, reduction.
-        activation_offload: what moves to the host; None where the strategy has no such setting.
-        tiled_mlp: which MLPs run in tiles; None where the strategy has no such setting.
+        activation_offload: what moves to the host.
+        tiled_mlp: which MLPs run in tiles.
         heads: query heads; None if unknown.
         loss_chunk_tokens: tokens whose logits exist at a time; None for the default.
         has_loss_chunks: whether the model has that setting.
+        refused_by_module: settings that would be an error with this module: it has nothing that they act on.
     """
 
     world_size: int = 1
@@ -43,21 +47,22 @@ class MemorySettings:
     data_parallel_replicate_size: int = 1
     activation_checkpointing: ActivationCheckpointing = field(default_factory=lambda: ActivationCheckpointing("none"))
     sharding: ShardingSettings = field(default_factory=ShardingSettings)
-    activation_offload: Any = None
-    tiled_mlp: Any = None
+    activation_offload: ActivationOffload = field(default_factory=lambda: ActivationOffload("none"))
+    tiled_mlp: TiledMLP = field(default_factory=lambda: TiledMLP("none"))
     heads: int | None = None
     loss_chunk_tokens: int | None = None
     has_loss_chunks: bool = False
+    refused_by_module: frozenset[str] = frozenset()
 
     @property
     def is_offloaded(self) -> bool:
         """Whether saved activations move to the host."""
-        return getattr(self.activation_offload, "mode", "none") != "none"
+        return self.activation_offload.mode != "none"
 
     @property
     def is_tiled(self) -> bool:
         """Whether some MLPs run in tiles."""
-        return getattr(self.tiled_mlp, "modules", "none") != "none"
+        return self.tiled_mlp.modules != "none"
 
     def switched_on(self) -> list[str]:
         """The switches that are on, as they are written in YAML."""
@@ -90,12 +95,23 @@ def settings_of(strategy: Any, module: nn.Module | None, world_size: int) -> Mem
         strategy.data_parallel_replicate_size,
         activation_checkpointing=strategy.activation_checkpointing,
         sharding=strategy.sharding,
-        activation_offload=getattr(strategy, "activation_offload", None),
-        tiled_mlp=getattr(strategy, "tiled_mlp", None),
+        activation_offload=strategy.activation_offload,
+        tiled_mlp=strategy.tiled_mlp,
         heads=heads[0] if heads else None,
         loss_chunk_tokens=getattr(module, "loss_chunk_tokens", None),
         has_loss_chunks=hasattr(module, "loss_chunk_tokens"),
+        refused_by_module=frozenset() if module is None else frozenset(_refused(module, strategy.sharding)),
     )
+
+
+def _refused(module: nn.Module, sharding: ShardingSettings) -> Iterator[str]:
+    has_blocks = bool(sharding.blocks or find_blocks(module))  # named ones were found, or the strategy had refused them
+    if not has_blocks:
+        yield "activation_offload"
+    if not has_blocks or checkpoints_itself(module):
+        yield "activation_checkpointing"
+    if not find_mlps(module):  # all its MLPs are experts, say
+        yield "tiled_mlp"
 
 
 @dataclass(frozen=True)
@@ -120,7 +136,12 @@ def next_switches(settings: MemorySettings) -> list[Switch]:
     activations; a higher sequence-parallel size costs an exchange in each layer and fewer rows at a time; offload costs
     copies that long rows hide; tiles cost one more forward of the MLPs and pay only once the rest is gone.
     """
-    return [switch for make in _SWITCHES for switch in make(settings)]
+    return [
+        switch
+        for name, make in _SWITCHES.items()
+        if name not in settings.refused_by_module
+        for switch in make(settings)
+    ]
 
 
 def possible_sp_sizes(world_size: int, heads: int | None, replicate_size: int = 1) -> list[int]:
@@ -148,16 +169,15 @@ def _sequence_parallel(settings: MemorySettings) -> Iterator[Switch]:
 
 
 def _offload(settings: MemorySettings) -> Iterator[Switch]:
-    offload = settings.activation_offload
-    if offload is not None and not settings.is_offloaded:
-        changed = replace(settings, activation_offload=replace(offload, mode="async"))
+    if not settings.is_offloaded:
+        changed = replace(settings, activation_offload=replace(settings.activation_offload, mode="async"))
         yield _of_strategy("activation_offload", "async", changed)
 
 
 def _tiles(settings: MemorySettings) -> Iterator[Switch]:
-    tiles = settings.tiled_mlp
-    if tiles is not None and not settings.is_tiled:
-        yield _of_strategy("tiled_mlp", "auto", replace(settings, tiled_mlp=replace(tiles, modules="auto")))
+    if not settings.is_tiled:
+        changed = replace(settings, tiled_mlp=replace(settings.tiled_mlp, modules="auto"))
+        yield _of_strategy("tiled_mlp", "auto", changed)
 
 
 def _loss_chunk(settings: MemorySettings) -> Iterator[Switch]:
@@ -184,16 +204,17 @@ def _resharding(settings: MemorySettings) -> Iterator[Switch]:
         yield _of_strategy("sharding.reshard_after_forward", True, replace(settings, sharding=sharding))
 
 
-_SWITCHES: tuple[Callable[[MemorySettings], Iterator[Switch]], ...] = (
-    _early_reduction,
-    _resharding,
-    _loss_chunk,
-    _checkpointing,
-    _one_copy,
-    _sequence_parallel,
-    _offload,
-    _tiles,
-)
+#: By the setting that each changes.
+_SWITCHES: dict[str, Callable[[MemorySettings], Iterator[Switch]]] = {
+    "reduce_gradients": _early_reduction,
+    "reshard_after_forward": _resharding,
+    "loss_chunk_tokens": _loss_chunk,
+    "activation_checkpointing": _checkpointing,
+    "data_parallel_replicate_size": _one_copy,
+    "sequence_parallel_size": _sequence_parallel,
+    "activation_offload": _offload,
+    "tiled_mlp": _tiles,
+}
 
 
 def _of_strategy(name: str, value: object, settings: MemorySettings) -> Switch:

@@ -9,13 +9,22 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_longctx.strategies import ActivationCheckpointing, LongContextFSDPStrategy, ShardingSettings
+from lightning_longctx.strategies import (
+    ActivationCheckpointing,
+    ActivationOffload,
+    LongContextFSDPStrategy,
+    ShardingSettings,
+    TiledMLP,
+)
 from lightning_longctx.strategies.memory import MemorySettings, next_switches, possible_sp_sizes, settings_of
 from lightning_longctx.strategies.out_of_memory import advice, explaining, is_out_of_memory
 from tests.helpers.pool import run_ranks
 from tests.strategies.own_model import OwnModule
 
 FULL = ActivationCheckpointing("full")
+ALL_ON = MemorySettings(
+    2, 2, activation_checkpointing=FULL, activation_offload=ActivationOffload(), tiled_mlp=TiledMLP()
+)
 
 
 def names(settings: MemorySettings) -> list[str]:
@@ -28,6 +37,8 @@ def test_order_of_the_switches() -> None:
         "sequence_parallel_size: 2",
         "sequence_parallel_size: 4",
         "sequence_parallel_size: 8",
+        "activation_offload: async",
+        "tiled_mlp: auto",
     ]
     wasteful = ShardingSettings(reduce_gradients="last_micro_batch", reshard_after_forward=False)
     settings = MemorySettings(8, 4, 2, FULL, wasteful, heads=12, loss_chunk_tokens=4096, has_loss_chunks=True)
@@ -36,8 +47,10 @@ def test_order_of_the_switches() -> None:
         "sharding.reshard_after_forward: true",
         "loss_chunk_tokens: 256",
         "data_parallel_replicate_size: 1",
+        "activation_offload: async",
+        "tiled_mlp: auto",
     ]
-    assert names(MemorySettings(2, 2, activation_checkpointing=FULL)) == []
+    assert names(ALL_ON) == []
 
 
 def test_a_switch_makes_its_change_and_no_other() -> None:
@@ -65,6 +78,29 @@ def test_settings_of_a_strategy() -> None:
     assert found.switched_on() == ["activation_checkpointing: full"]
 
 
+def test_what_the_module_has_nothing_for_is_not_advised() -> None:
+    strategy = LongContextFSDPStrategy()
+    offered = {switch.name for switch in next_switches(settings_of(strategy, OwnModule(), 1))}
+    assert offered == {"activation_checkpointing: full", "activation_offload: async"}  # its blocks have no MLPs
+    with_mlp = OwnModule()
+    with_mlp.blocks[0].mlp = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 16))
+    assert "tiled_mlp: auto" in names(settings_of(strategy, with_mlp, 1))
+
+    class OneLayer(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(2, 2)
+
+    assert next_switches(settings_of(strategy, OneLayer(), 1)) == []
+    named = LongContextFSDPStrategy(sharding={"blocks": ["Linear"]})
+    offered = {switch.name for switch in next_switches(settings_of(named, OneLayer(), 1))}
+    assert offered == {"activation_checkpointing: full", "activation_offload: async"}
+    own = OwnModule()
+    own.blocks[0].gradient_checkpointing = True  # as Hugging Face marks its layers
+    offered = {switch.name for switch in next_switches(settings_of(strategy, own, 1))}
+    assert "activation_checkpointing: full" not in offered
+
+
 def test_the_message() -> None:
     text = advice("forward", MemorySettings(8, 2, activation_checkpointing=FULL, heads=4))
     assert text.splitlines() == [
@@ -73,7 +109,7 @@ def test_the_message() -> None:
         "Try next: `sequence_parallel_size: 4` (trainer.strategy.init_args.sequence_parallel_size).",
         "`longctx plan --config run.yaml --device-gb 80` tells what fits, without a device.",
     ]
-    assert "shorten `data.max_seq_len`" in advice("backward", MemorySettings(activation_checkpointing=FULL))
+    assert "shorten `data.max_seq_len`" in advice("backward", ALL_ON)
 
 
 def test_the_innermost_phase_tells_once_below_the_original_message() -> None:

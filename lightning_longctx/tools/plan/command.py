@@ -131,9 +131,10 @@ def _notes(run: Run, variants: Sequence[Variant]) -> list[str]:
             f"The largest tensor, {list(shape)}, has {elements:,} elements: {over} the {_INT32:,} that kernels with"
             " 32-bit indices can address."
         )
-    for name in ("activation_offload", "tiled_mlp"):
-        if getattr(settings, name) is None:
-            notes.append(f"Left out: `{name}`, which this version of the strategy does not have.")
+    notes += [
+        f"Left out: `{name}`, which finds nothing to act on in this model."
+        for name in sorted(settings.refused_by_module)
+    ]
     return notes
 
 

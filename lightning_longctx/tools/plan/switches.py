@@ -5,18 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_longctx.strategies.activation_checkpointing import apply_checkpointing
+from lightning_longctx.strategies.activation_offload import ActivationOffload
+from lightning_longctx.strategies.activation_offload.arena import HostArena
+from lightning_longctx.strategies.activation_offload.backend import DeviceBackend
+from lightning_longctx.strategies.activation_offload.blocks import attach
+from lightning_longctx.strategies.activation_offload.offloader import Offloader
+from lightning_longctx.strategies.activation_offload.policy import checkpoint_contexts
+from lightning_longctx.strategies.matching import match_modules
 from lightning_longctx.strategies.memory import MemorySettings
+from lightning_longctx.strategies.tiled_mlp import apply_tiles
 
 __all__ = ["prepare_blocks"]
 
-_OFFLOAD = "lightning_longctx.strategies.activation_offload"
 _GIB = 2**30
 
 
@@ -32,52 +39,59 @@ def prepare_blocks(module: nn.Module, blocks: Sequence[nn.Module], settings: Mem
         ConfigurationError: a switch that does not fit the module.
     """
     if settings.is_tiled:
-        import_module("lightning_longctx.strategies.tiled_mlp").apply_tiles(module, settings.tiled_mlp)
+        apply_tiles(module, settings.tiled_mlp)
     if not settings.is_offloaded:
         apply_checkpointing(module, blocks, settings.activation_checkpointing)
         return
     offloader = _offloader(settings.activation_offload)
     extra: dict[str, Any] = {}
     if settings.activation_offload.level == "policy":
-        contexts = import_module(f"{_OFFLOAD}.policy").checkpoint_contexts
-        extra["offloading"] = lambda policy: partial(contexts, policy, offloader)
+        extra["offloading"] = lambda policy: partial(checkpoint_contexts, policy, offloader)
     apply_checkpointing(module, blocks, settings.activation_checkpointing, **extra)
     names = settings.activation_offload.modules
     if names is not None:
-        match = import_module("lightning_longctx.strategies.matching").match_modules
-        blocks = match(module, names, "strategy.activation_offload.modules")
-    import_module(f"{_OFFLOAD}.blocks").attach(module, blocks, offloader)
+        blocks = match_modules(module, names, "strategy.activation_offload.modules")
+    attach(module, blocks, offloader)
 
 
-def _offloader(settings: Any) -> Any:
+def _offloader(settings: ActivationOffload) -> Offloader:
     """The offloader of training, over memory that is only counted. This machine's host memory is not asked for."""
-    backend = _CountedCopies()
+    backend = _CountedCopies(torch.device("cpu"))
     limit = sys.maxsize if settings.host_limit_gib is None else int(settings.host_limit_gib * _GIB)
-    arena = import_module(f"{_OFFLOAD}.arena").HostArena(backend, limit)
-    return import_module(f"{_OFFLOAD}.offloader").Offloader(settings, backend, arena)
+    return Offloader(settings, backend, HostArena(backend, limit))
 
 
-class _CountedCopies:
+class _CountedCopies(DeviceBackend):
     """A device backend whose copies allocate where they would, take no time and move nothing; ``meta`` is the host."""
 
-    device = torch.device("cpu")
-
+    @override
     def empty_host(self, nbytes: int) -> tuple[Tensor, bool]:
         return torch.empty(nbytes, dtype=torch.uint8, device="meta"), True
 
+    @override
+    def free_host(self, buffer: Tensor) -> None:
+        """Nothing was pinned."""
+
+    @override
     def copy_out(self, source: Tensor, host: Tensor, after: Sequence[Any]) -> str:
         return "done"
 
+    @override
     def copy_in(self, host: Tensor, after: Sequence[Any]) -> tuple[Tensor, str]:
         return torch.empty(host.numel(), dtype=torch.uint8, device=self.device), "done"
 
+    @override
     def is_done(self, event: object) -> bool:
         return True
 
-    def waited_seconds(self) -> float:
-        return 0.0
+    @override
+    def wait(self, event: object) -> None:
+        """It has happened."""
 
-    def _nothing(self, *_: object) -> None:
-        """No bytes are there to be moved or waited for."""
+    @override
+    def finish(self, event: object) -> None:
+        """It has happened."""
 
-    free_host = wait = finish = abandon = allocated = peak_allocated = _nothing
+    @override
+    def abandon(self, memory: Tensor, event: object) -> None:
+        """Nothing copies."""

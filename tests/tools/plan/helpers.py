@@ -12,11 +12,6 @@ from lightning_longctx.integrations import CausalLMModule
 from lightning_longctx.strategies import LongContextFSDPStrategy
 from lightning_longctx.strategies.memory import MemorySettings, settings_of
 
-#: Settings that only some versions of the strategy have; what needs them is skipped elsewhere.
-HAS_OFFLOAD = hasattr(LongContextFSDPStrategy(), "activation_offload") and hasattr(
-    LongContextFSDPStrategy(), "tiled_mlp"
-)
-
 TINY: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 264,

@@ -14,7 +14,7 @@ from lightning_longctx.integrations.head import head_of
 from lightning_longctx.tools.plan.reading import Run
 from lightning_longctx.tools.plan.search import GIB, Planner
 from lightning_longctx.tools.plan.step import Step
-from tests.tools.plan.helpers import HAS_OFFLOAD, settings, shapes
+from tests.tools.plan.helpers import settings, shapes
 
 #: Llama-3.1-8B, written by hand.
 LLAMA_8B: dict[str, Any] = {
@@ -56,7 +56,7 @@ LADDER: list[tuple[str, type[CausalLMModule], dict[str, Any], int]] = [
 @pytest.mark.timeout(900)
 def test_the_ladder_in_order_and_within_a_factor_of_two() -> None:
     ours: list[int] = []
-    for name, kind, switches, published in LADDER if HAS_OFFLOAD else LADDER[:3]:
+    for name, kind, switches, published in LADDER:
         module = shapes(LLAMA_8B, kind)
         wanted = settings(module, 8, **switches)
         run = Run(module, wanted, Step(published // 2048 * 2048, "bf16-true"), 8, "")

@@ -21,13 +21,11 @@ from lightning_longctx.tools.plan.storages import StorageCounter
 from tests.helpers.pool import run_ranks
 from tests.parity.rows import VOCABULARY
 from tests.strategies.own_model import OwnModule
-from tests.tools.plan.helpers import HAS_OFFLOAD, TINY, own_shapes, settings, shapes
+from tests.tools.plan.helpers import TINY, own_shapes, settings, shapes
 
 TOKENS = 2048
 SHALLOW = {**TINY, "num_hidden_layers": 3}
 ALL_HEADS = {**SHALLOW, "num_key_value_heads": 8}
-
-needs_offload = pytest.mark.skipif(not HAS_OFFLOAD, reason="the strategy has no activation offload and no tiles")
 
 
 class Rows(IterableDataset):
@@ -124,7 +122,6 @@ def test_the_peak_is_that_of_real_ranks() -> None:
 
 
 @pytest.mark.distributed
-@needs_offload
 def test_the_peak_with_tiles_is_that_of_a_real_run() -> None:
     switches = {"activation_checkpointing": "full", "tiled_mlp": {"tiles": 4}}
     (measured,) = run_ranks(allocated_peak, 1, SHALLOW, switches)
@@ -148,9 +145,7 @@ OFFLOADED: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "switches", [*VARIANTS, *(pytest.param(item, marks=needs_offload) for item in OFFLOADED)], ids=str
-)
+@pytest.mark.parametrize("switches", [*VARIANTS, *OFFLOADED], ids=str)
 def test_two_depths_tell_what_all_blocks_need(switches: dict[str, Any]) -> None:
     module, step = shapes(), Step(4096, "bf16-true")
     wanted = settings(module, 4, **switches)
