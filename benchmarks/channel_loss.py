@@ -27,6 +27,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from benchmarks.figures import Figure
 from lightning_longctx.callbacks import ChannelLoss, TrainingMetrics
 from lightning_longctx.callbacks.channel_batch import BatchReader, losses_of_output
 from lightning_longctx.callbacks.channel_sums import ChannelSums
@@ -158,6 +159,24 @@ def measure_step(steps: int) -> dict[str, Any]:
         "unlogged_share": statistics.median(idle),
         "worst_error": max(watch.errors),
     }
+
+
+def figures(results: dict[str, Any]) -> list[Figure]:
+    """The sums against a loop over documents, and the shares of a step."""
+    found = []
+    if "sums" in results:
+        sums = results["sums"]
+        peer, bar = "loop over documents", MAX_SUM_SECONDS * 1e3
+        theirs = sums["fastest"] * sums["ratio"] * 1e3
+        found.append(Figure("sums of 4,096 documents in 1M tokens", sums["fastest"] * 1e3, "ms", peer, theirs, bar))
+    if "step" in results:
+        step = results["step"]
+        found += [
+            Figure("a logged step of the quickstart", 100 * step["logged_share"], "%", bar=100 * MAX_LOGGED),
+            Figure("an unlogged step", 100 * step["unlogged_share"], "%", bar=100 * MAX_UNLOGGED),
+            Figure("sum of sources - logged loss", step["worst_error"], "relative", bar=MAX_ERROR),
+        ]
+    return found
 
 
 def main() -> None:

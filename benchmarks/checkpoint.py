@@ -29,6 +29,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from benchmarks.figures import Figure
 from lightning_longctx.checkpoint.writer import CheckpointWriter, SaveRequest, WriterSettings
 
 State = dict[str, Tensor]
@@ -305,6 +306,24 @@ def table(figures: dict[str, Any]) -> str:
         f" growth over 20 saves {figures['growth']:.3f} x.",
     ]
     return "\n".join(lines)
+
+
+def figures(results: dict[str, Any]) -> list[Figure]:
+    """Pauses, step times, waits and memory."""
+    mine = results["pause"][Ours.name]
+    found = [
+        Figure("pause of a save", mine, "x memcpy", way.name, results["pause"][way.name], BARS["pause"])
+        for way in (TorchAsync, LightningAsync, TorchSave)
+    ]
+    for label, bar in (("50 tensors", None), ("5,000 tensors", BARS["step"])):
+        ours, theirs = (results["step"][f"{way.name}, {label}"] for way in (Ours, TorchAsync))
+        found.append(Figure(f"step time during a write, {label}", ours, "x idle", TorchAsync.name, theirs, bar))
+    return [
+        *found,
+        Figure("weights wait for the optimizer's write", results["slot_wait_s"], "s", bar=0.01),
+        Figure("host memory", results["memory"], "x state", bar=BARS["memory"]),
+        Figure("growth over 20 saves", results["growth"], "x state", bar=BARS["growth"]),
+    ]
 
 
 def bars(figures: dict[str, Any]) -> dict[str, bool]:

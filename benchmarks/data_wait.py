@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.figures import Figure
 from lightning_longctx.datamodules import DynamicBatchingDataModule, FixedBufferPolicy, LoadingSettings
 from lightning_longctx.datamodules.rows import RowBuilder, RowState
 from lightning_longctx.datamodules.state import saved_state
@@ -188,6 +189,24 @@ def print_resumes(runtimes: Sequence[str], seconds: float) -> dict[str, Any]:
         cells = [f"{figures.first_seconds:.1f}", f"{figures.first:.2f}", later, f"{figures.pool_seconds:.0f}"]
         print(f"| {stream} | `{runtime}` | {workers} | {' | '.join(cells)} |", flush=True)
     return results
+
+
+def figures(results: dict[str, Any]) -> list[Figure]:
+    """First rows, waits and resumes of both runtimes, against rows made on demand."""
+    found = []
+    peer = results.get("on demand", {})
+    for way in (name for name in ("main", "worker") if name in results):
+        mine = results[way]
+        first, wait = peer.get("first"), peer.get("wait_p99")
+        found.append(Figure(f"first row, runtime {way}", mine["first"], "x least", "rows on demand", first, 1.2))
+        wait = None if wait is None else 100 * wait
+        found.append(
+            Figure(f"wait p99, runtime {way}", 100 * mine["wait_p99"], "% of a step", "rows on demand", wait, 1)
+        )
+    for name, one in results.get("resume", {}).items():
+        whole = one["pool_seconds"]
+        found.append(Figure(f"resume to the first row, {name}", one["first_seconds"], "s", "the whole pool", whole))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.figures import Figure
 from lightning_longctx.loss import causal_lm_loss
 
 MIB = 2**20
@@ -148,6 +149,23 @@ def row(case: Case, ways: dict[str, Any]) -> str:
     cells = [f"{first['seconds']:.2f} s, {first['extra_mib']:.0f} MiB"]
     cells += [f"{way['time_ratio']:.2f} x, {way['extra_mib']:.0f} MiB" for way in others]
     return f"| {case.name} | " + " | ".join(cells) + " |"
+
+
+def figures(results: Mapping[str, Mapping[str, Any]]) -> list[Figure]:
+    """Time and memory of each case, against each peer."""
+    found = []
+    for case, ways in results.items():
+        mine = ways["causal_lm_loss"]
+        for peer in (name for name in ways if name in ("plain", "linear_cross_entropy")):
+            label, theirs = _PEERS[peer], ways[peer]
+            # The ratio is the median over turns; seconds on a busy machine would give another one.
+            time = mine["time_ratio"] / theirs["time_ratio"]
+            found.append(Figure(f"{case}: time", time, "x", label, 1.0))
+            found.append(Figure(f"{case}: extra memory", mine["extra_mib"], "MiB", label, theirs["extra_mib"]))
+    return found
+
+
+_PEERS = {"plain": "plain cross entropy", "linear_cross_entropy": "torch linear_cross_entropy"}
 
 
 def main() -> None:

@@ -14,10 +14,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.figures import Figure
 from benchmarks.packing_tables import percent, table, write_tables
 from lightning_longctx.datamodules import FixedBufferPolicy, PoolView, SourceSettings
 from lightning_longctx.datamodules.choosing import plan_row, resolve_policy
@@ -141,6 +143,16 @@ def measure(window: int, name: str, policy: str, rows: int, seeds: int, pool: Ca
     """The worst distance and the mean fill over seeds."""
     found = [run_mix(mixes(window, seed)[name], POLICIES[policy](), window, rows, pool()) for seed in range(seeds)]
     return Outcome(max(one.off for one in found), sum(one.fill for one in found) / seeds)
+
+
+def figures(results: dict[str, Any]) -> list[Figure]:
+    """How far shares are off, against a pool in order of arrival."""
+    return [
+        Figure(
+            f"{name}: share off", 100 * one["fair"]["off"], "points", "order of arrival", 100 * one["arrival"]["off"], 2
+        )
+        for name, one in results.items()
+    ]
 
 
 def main() -> int:

@@ -3,12 +3,13 @@
 Both steps run in one process and take turns, so that a busy machine slows them alike; the ratio is the median of the
 ratios inside a turn. The model is the quickstart's, on a row of 4,096 tokens.
 
-    python benchmarks/moe_router.py [--repeats N]
+    python benchmarks/moe_router.py [--repeats N] [--json PATH]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.figures import Figure
 from lightning_longctx.callbacks.router_counts import RouterCounts
 from lightning_longctx.callbacks.router_metrics import RouterLoad
 from lightning_longctx.callbacks.router_picture import draw_heatmap
@@ -66,14 +68,26 @@ def _processor_seconds(work: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
+def figures(results: dict[str, float]) -> list[Figure]:
+    """Both costs, against their bars."""
+    return [
+        Figure("counting in a step of the quickstart's model", 100 * (results["ratio"] - 1), "%", bar=1),
+        Figure("picture of 61 x 256, processor time", results["picture_ms"], "ms", bar=50),
+    ]
+
+
 def main() -> None:
     """Run both and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
-    repeats = parser.parse_args().repeats
-    seconds, ratio = step_ratio(repeats)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    options = parser.parse_args()
+    seconds, ratio = step_ratio(options.repeats)
     print(f"step of {TOKENS:,} tokens: {seconds:.2f} s, with counting x {ratio:.4f} (bar 1.01)")
-    print(f"picture of 61 x 256: {picture_milliseconds(repeats):.0f} ms of processor time (bar 50)")
+    picture = picture_milliseconds(options.repeats)
+    print(f"picture of 61 x 256: {picture:.0f} ms of processor time (bar 50)")
+    if options.json:
+        options.json.write_text(json.dumps({"seconds": seconds, "ratio": ratio, "picture_ms": picture}) + "\n")
 
 
 if __name__ == "__main__":

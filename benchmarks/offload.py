@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.figures import Figure
 from lightning_longctx.strategies.activation_checkpointing import apply_checkpointing, as_checkpointing
 from lightning_longctx.strategies.activation_offload import ActivationOffload, RunningOffload
 from lightning_longctx.strategies.activation_offload.virtual import VirtualBackend
@@ -229,6 +230,19 @@ WAYS: dict[str, tuple[str, str, bool]] = {
 def analytic(shape: Shape, tokens: int, keep: int = 1) -> int:
     """Bytes that ``boundary`` moves under full checkpointing: inputs of all layers but the last ones."""
     return (shape.layers - keep) * tokens * shape.hidden * 2
+
+
+def figures(results: dict[str, dict[str, int]]) -> list[Figure]:
+    """Simulated device peaks against PyTorch's ``save_on_cpu``, and without offload."""
+    found = []
+    for tokens in sorted({int(name.split()[0]) for name in results}):
+        peak = {way: results[f"{tokens} {way}"]["peak"] / GIB for way in WAYS}
+        mine, tiled = peak["checkpointing, offload boundary"], peak["checkpointing, offload boundary, tiles"]
+        label = f"device peak, {tokens:,} tokens"
+        for peer, name in (("checkpointing, save_on_cpu", "save_on_cpu"), ("checkpointing", "checkpointing alone")):
+            found.append(Figure(f"{label}: offload", mine, "GiB", name, peak[peer]))
+        found.append(Figure(f"{label}: offload and tiles", tiled, "GiB", "checkpointing alone", peak["checkpointing"]))
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
+from benchmarks.figures import Figure
 from benchmarks.offload import Body, Shape
 from lightning_longctx.strategies.activation_checkpointing import ActivationCheckpointing, apply_checkpointing
 from lightning_longctx.strategies.activation_offload import ActivationOffload, RunningOffload
@@ -103,6 +104,22 @@ def compare(shape: Shape, tokens: int, turns: int, device: torch.device) -> dict
         }
         for way in WAYS
     }
+
+
+def figures(results: dict[str, dict[str, dict[str, float]]]) -> list[Figure]:
+    """Step times over checkpointing alone."""
+    peer = "save_on_cpu around checkpoints"
+    return [
+        Figure(
+            f"step with offload async, {int(tokens):,} tokens",
+            ways["async"]["ratio"],
+            "x checkpointing alone",
+            peer,
+            ways[peer]["ratio"],
+            TARGET if int(tokens) >= TARGET_TOKENS else None,
+        )
+        for tokens, ways in results.items()
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -18,9 +18,21 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import Figure
 from benchmarks.packing_bars import Bar, cost_bars, grid_bars, half_window_bars
 from benchmarks.packing_costs import pool_costs, row_costs
-from benchmarks.packing_grid import RUNS, Cell, Figures, Grid, half_windows, measure, oracle, overview, run_variant
+from benchmarks.packing_grid import (
+    OURS,
+    RUNS,
+    Cell,
+    Figures,
+    Grid,
+    half_windows,
+    measure,
+    oracle,
+    overview,
+    run_variant,
+)
 from benchmarks.packing_pieces import CHANGED, LADDER, WITHOUT, Variant
 from benchmarks.packing_streams import STREAMS
 from benchmarks.packing_tables import (
@@ -95,6 +107,22 @@ def run_costs(report: Report) -> None:
 def rounded(numbers: Mapping[str, float]) -> dict[str, float]:
     """Six digits tell everything that was measured."""
     return {name: round(value, 6) for name, value in numbers.items()}
+
+
+def figures(results: dict[str, Any]) -> list[Figure]:
+    """Means over all streams and windows against every other packer."""
+    grid = list(results["grid"].values())
+
+    def mean(packer: str, what: str) -> float:
+        return sum(cell[packer][what] for cell in grid) / len(grid)
+
+    found = []
+    for peer in (name for name in RUNS if name != OURS):
+        documents, first, steady = ((mean(OURS, what), mean(peer, what)) for what in ("documents", "first", "steady"))
+        found.append(Figure("documents before the first row", documents[0], "", peer, documents[1]))
+        found.append(Figure("first fill", 100 * first[0], "%", peer, 100 * first[1], more_is_better=True))
+        found.append(Figure("steady fill", 100 * steady[0], "%", peer, 100 * steady[1], more_is_better=True))
+    return found
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

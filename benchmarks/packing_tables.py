@@ -106,7 +106,7 @@ def write_tables(page: Path, tables: Mapping[str, str]) -> None:
     """Replace the tables of a docs page, each between a comment with its name and the comment ``end``."""
     text = page.read_text()
     for name, content in tables.items():
-        pattern = rf"(<!-- packing: {name} -->\n).*?(<!-- end -->)"
+        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
         text, count = re.subn(pattern, lambda found: f"{found[1]}{content}\n{found[2]}", text, flags=re.DOTALL)  # noqa: B023
         if count != 1:
             sys.exit(f"{page} must have one place for the table {name!r}, has {count}")

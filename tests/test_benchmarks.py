@@ -212,7 +212,7 @@ def test_real_rows_are_measured() -> None:
 def test_a_small_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, numbers = tmp_path / "page.md", tmp_path / "numbers.json"
     names = ("method", "bars", "policies", "packers", "ladder", "without", "changed")
-    page.write_text("Before.\n" + "".join(f"<!-- packing: {name} -->\nold\n<!-- end -->\n" for name in names))
+    page.write_text("Before.\n" + "".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in names))
     arguments = ["--streams", "mid-size", "--windows", "512K", "--seeds", "2", "--micro-batches", "4"]
     arguments += ["--ablation-seeds", "1", "--parts", "grid", "ablation", "--json", str(numbers), "--docs", str(page)]
     status = packing.main(arguments)
@@ -232,16 +232,16 @@ def test_a_small_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest
 
 def test_tables_need_their_place(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("<!-- packing: bars -->\n<!-- end -->\n")
+    page.write_text("<!-- table: bars -->\n<!-- end -->\n")
     write_tables(page, {"bars": "| a |"})
-    assert page.read_text() == "<!-- packing: bars -->\n| a |\n<!-- end -->\n"
+    assert page.read_text() == "<!-- table: bars -->\n| a |\n<!-- end -->\n"
     with pytest.raises(SystemExit, match="one place for the table 'pools'"):
         write_tables(page, {"pools": "| b |"})
 
 
 def test_the_docs_page_has_a_place_for_each_table() -> None:
     text = (ROOT / "docs" / "buffer_policies.md").read_text()
-    assert [text.count(f"<!-- packing: {name} -->\n") for name in TABLES] == [1] * len(TABLES)
+    assert [text.count(f"<!-- table: {name} -->\n") for name in TABLES] == [1] * len(TABLES)
 
 
 @pytest.mark.slow
