@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_longctx.errors import ConfigurationError, FieldError
+from lightning_longctx.strategies.checks import check_parts, layout_facts
 
 __all__ = ["check_checkpoint_path", "check_sizes", "hidden_refusal"]
 
@@ -58,15 +57,11 @@ def check_sizes(trainer: Trainer, datamodule: LightningDataModule | None, model:
         rule = "must divide the number of processes"
         raise ConfigurationError("trainer.strategy.sequence_parallel_size", rule, got, fix)
     facts = {
-        "sp_size": sp_size,
-        "dp_size": processes // sp_size,
+        **layout_facts(trainer),
         "max_seq_len": getattr(datamodule, "max_seq_len", None),
         "vocab_size": getattr(datamodule, "vocab_size", None),
     }
-    for part in (datamodule, model):
-        check = getattr(part, "check", None)
-        if callable(check):
-            _call_check(check, facts)
+    check_parts((datamodule, model), facts)
     check_model = getattr(trainer.strategy, "check_model", None)
     if callable(check_model):
         check_model(model)
@@ -99,10 +94,3 @@ def hidden_refusal(config: Any) -> FieldError | None:
     except (TypeError, ValueError, AttributeError):  # not for us to explain: the first error stands
         return None
     return None
-
-
-def _call_check(check: Callable[..., Any], facts: dict[str, int | None]) -> None:
-    # By the parameters' names: somebody's own class may have a `check` that means something else.
-    accepted = inspect.signature(check).parameters
-    if "sp_size" in accepted:
-        check(**{name: value for name, value in facts.items() if name in accepted})

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_longctx.batch import PackedBatch
+from lightning_longctx.datamodules.bad_record import text_of
 from lightning_longctx.datamodules.balance import PLANNED_ROWS, pick_rows
 from lightning_longctx.datamodules.packing import flatten_row, pack_documents, unflatten_row
 from lightning_longctx.datamodules.runtime import BackgroundRows
@@ -68,7 +69,7 @@ class RowAgreement:
         # An interrupt is not an error of the data, and must not wait for other ranks.
         if isinstance(error, Exception) and self._topology.host_group is not None:
             winner = int(self._reduce(error=True)[0])
-            self._message(winner - 1, f"{type(error).__name__}: {error}")
+            self._message(winner - 1, text_of(error))
 
     def exchange(self, rows: BackgroundRows | None) -> PackedBatch | None:
         """Return this rank's whole row, or None at the agreed end.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_longctx.errors import DataError
 
-__all__ = ["BadRecord", "checked_text"]
+__all__ = ["BadRecord", "checked_text", "text_of"]
 
 
 class BadRecord(Exception):  # noqa: N818 - it becomes a DataError where source and place are known
@@ -40,3 +40,8 @@ def checked_text(text: str) -> str:
         got = f"the lone surrogate {text[error.start]!r} at character {error.start} in"
         raise BadRecord("must have text that is valid Unicode", got, "Repair it where it was cut.") from None
     return text
+
+
+def text_of(error: BaseException) -> str:
+    """Class and message of an error of somebody's code, and the record that it was raised for."""
+    return " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])

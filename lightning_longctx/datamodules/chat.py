@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from lightning_longctx.batch import IGNORE_INDEX
 from lightning_longctx.datamodules.bad_record import BadRecord, checked_text
 from lightning_longctx.datamodules.source_settings import TrainOn
+from lightning_longctx.errors import ConfigurationError
 
 __all__ = ["ChatTemplate"]
 
@@ -48,6 +50,15 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+
+    def check(self) -> None:
+        """Check that the template can be read, before any record is.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        with suppress(BadRecord):  # it may ask for more than these two messages
+            self.encode([{"role": role, "content": "a"} for role in ("user", "assistant")], None, "all")
 
     def encode(self, messages: list[dict[str, Any]], tools: list[Any] | None, train_on: TrainOn) -> Mapping[str, Any]:
         """Token ids and labels of a conversation.
@@ -112,10 +123,13 @@ class _Writer:
         return {"input_ids": ids, "labels": np.where(np.asarray(encoded["assistant_masks"]) == 1, ids, IGNORE_INDEX)}
 
     def _apply(self, messages: list[dict[str, Any]], **options: Any) -> Any:
-        from jinja2 import TemplateError  # there with every tokenizer that has a template
+        from jinja2 import TemplateError, TemplateSyntaxError  # there with every tokenizer that has a template
 
         try:
             return self._tokenizer.apply_chat_template(messages, **self._given, **options)
+        except TemplateSyntaxError as error:  # not the record's fault: no conversation can be written
+            got, fix = f"{error.message} in line {error.lineno}", "Repair the tokenizer's `chat_template`."
+            raise ConfigurationError("data.tokenizer", "must have a chat template that can be read", got, fix) from None
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             got = f"{type(error).__name__} ({error}) after {len(messages)} messages of"
             fix = "Repair the conversation; `train_on: all` does not need to write it in part."

@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_longctx.datamodules.sources import IndexableSource, RecordStream, Source, StreamingSource
+from lightning_longctx.datamodules.sources import IndexableSource, RecordStream, Source, StreamingSource, skip
 from lightning_longctx.errors import DataError
 
 __all__ = ["Cursor", "Mark", "Order", "Place", "Record", "Share", "Step", "open_cursor"]
@@ -91,12 +91,14 @@ class Cursor(ABC):
     """Walks the order of one source.
 
     Args:
+        source: what is walked.
         share: whose records are wanted.
         place: where to start.
         ahead: positions after ``place`` that an earlier layout has drawn: nobody's any more.
     """
 
-    def __init__(self, share: Share, place: Place, ahead: Iterable[int]) -> None:
+    def __init__(self, source: Source, share: Share, place: Place, ahead: Iterable[int]) -> None:
+        self.source = source
         self._share = share
         self._ahead = frozenset(ahead)
         self.place = place
@@ -145,11 +147,6 @@ class Cursor(ABC):
         return sorted(position for position in self._ahead if position >= place.position)
 
     @property
-    @abstractmethod
-    def source(self) -> Source:
-        """What is walked."""
-
-    @property
     def name(self) -> str:
         """Of the source."""
         return self.source.name
@@ -167,17 +164,13 @@ class _IndexCursor(Cursor):
     """Walks the record numbers of an indexable source, in a new order on each pass."""
 
     def __init__(self, source: IndexableSource, order: Order, share: Share, place: Place, ahead: Iterable[int]) -> None:
-        super().__init__(share, place, ahead)
+        super().__init__(source, share, place, ahead)
         self._source = source
         self._length = len(source)
         # By name, so that adding a source does not change the order within the others.
         self._key = (order.seed, crc32(source.name.encode()), order.epoch)
         self._shuffle = order.shuffle
         self._numbers: tuple[int, NDArray[np.int64]] | None = None  # of that pass; made when first needed
-
-    @property
-    def source(self) -> Source:
-        return self._source
 
     def _read(self, passes: int, taken: int) -> tuple[int, None] | None:
         if taken >= self._length:
@@ -198,15 +191,11 @@ class _StreamCursor(Cursor):
     def __init__(
         self, source: StreamingSource, share: Share, place: Place, ahead: Iterable[int], mark: Mark | None
     ) -> None:
-        super().__init__(share, place, ahead)
+        super().__init__(source, share, place, ahead)
         self._source = source
         self._records: RecordStream | None = None
         # An old mark that is lost costs a longer skip, and nothing else.
         self._marks: deque[Mark] = deque([] if mark is None else [mark], maxlen=_MARKS)
-
-    @property
-    def source(self) -> Source:
-        return self._source
 
     def restart(self) -> None:
         super().restart()
@@ -235,10 +224,7 @@ class _StreamCursor(Cursor):
         mark = self.mark(self.place)
         if mark is None:
             return self._source.open(taken)
-        records = self._source.open(mark.taken, mark.state)
-        for _ in range(taken - mark.taken):
-            next(records, None)
-        return records
+        return skip(self._source.open(mark.taken, mark.state), taken - mark.taken, self._source.field)
 
     def _note(self, passes: int, taken: int) -> None:
         assert self._records is not None

@@ -34,7 +34,7 @@ from lightning_longctx.datamodules.sizes import (
 from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.datamodules.state import changes, gathered_state, join_states, restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
-from lightning_longctx.datamodules.trainer_settings import TrainerSettings
+from lightning_longctx.datamodules.trainer_settings import TrainerSettings, model_vocabulary, warn_of_cut_epoch
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
 from lightning_longctx.units import TokenCount, parse_token_count
@@ -220,15 +220,10 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
                 self._trainer_settings.rewind(self.trainer, saved.get("open_rows", 0))
         return self._ledger
 
-    def _model_vocabulary(self) -> int | None:
-        """Number of token ids of the model, if it says so (``vocab_size``), so that a bad id names its document."""
-        module = None if self.trainer is None else self.trainer.lightning_module
-        vocabulary = getattr(module, "vocab_size", None)
-        return vocabulary if isinstance(vocabulary, int) else None
-
     def train_dataloader(self) -> TrainingLoader:
         """Rows for training. Without a Trainer too: each row then counts as used when it is given."""
         ledger = self._ledger or self._prepare_ledger()
+        warn_of_cut_epoch(self.trainer, ledger.used)
         loading = self._assembly.loading
         settings = self._training_settings()
         plan = RowPlan(settings, self._policy, self._topology, loading.on_uneven_end, loading.runtime)
@@ -245,7 +240,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             seed: of the order of documents. Default None: ``loading.seed``.
             kind: class to build, for tools that watch what is read and chosen.
         """
-        settings = self._assembly.training(topology.sp_size, self._model_vocabulary(), self._accumulate())
+        settings = self._assembly.training(topology.sp_size, model_vocabulary(self.trainer), self._accumulate())
         if seed is not None:
             settings = replace(settings, sequence=replace(settings.sequence, seed=seed))
         return kind(settings, deepcopy(self._policy), RowState(dp_rank=topology.dp_rank, dp_size=topology.dp_size))
@@ -346,7 +341,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _training_settings(self) -> RowSettings:
-        return self._assembly.training(self._topology.sp_size, self._model_vocabulary(), self._accumulate())
+        return self._assembly.training(self._topology.sp_size, model_vocabulary(self.trainer), self._accumulate())
 
     def _accumulate(self) -> int:
         return 1 if self.trainer is None else int(self.trainer.accumulate_grad_batches)
@@ -354,7 +349,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     def _evaluation_loader(self) -> EvaluationLoader:
         if self._assembly.validation is None:
             rank_zero_info(messages.stand_in_line(EVALUATION_DOCUMENTS))
-        settings = self._assembly.evaluation(self._topology.sp_size, self._model_vocabulary())
+        settings = self._assembly.evaluation(self._topology.sp_size, model_vocabulary(self.trainer))
         # One candidate is enough here: order matters more than fill, and no batch waits for a pool.
         policy, runtime = FixedBufferPolicy(size=1), self._assembly.loading.runtime
         return EvaluationLoader(RowPlan(settings, policy, self._topology, "pad", runtime))

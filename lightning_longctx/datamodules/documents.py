@@ -7,8 +7,9 @@ and hundreds of documents wait in a pool), and half the size of int64 matters at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ from lightning_longctx.datamodules.formats import encode_record
 from lightning_longctx.datamodules.settings import LongDocument, OnBadRecord
 from lightning_longctx.datamodules.sources import IndexableSource, Source, StreamingSource
 from lightning_longctx.datamodules.tokenizers import Tokenize
-from lightning_longctx.errors import DataError
+from lightning_longctx.errors import DataError, FieldError
 
 __all__ = ["Document", "DocumentReader", "Draw", "Pieces", "Tokens"]
 
@@ -37,6 +38,7 @@ class Document:
         start: first token within the record: 0, or where this piece begins.
         input_ids: int32 ``[L]``.
         labels: int32 ``[L]``, aligned with ``input_ids`` (not shifted), -100 where masked; None means ``input_ids``.
+        record_tokens: tokens of the whole record, if this is a part of it; None if it is all of it.
     """
 
     source_id: int
@@ -44,6 +46,7 @@ class Document:
     start: int
     input_ids: Tokens
     labels: Tokens | None = None
+    record_tokens: int | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -54,7 +57,8 @@ class Document:
             return self
         # Copies: a view would keep the whole document in memory while one piece waits in the pool.
         labels = None if self.labels is None else self.labels[start:stop].copy()
-        return Document(self.source_id, self.number, self.start + start, self.input_ids[start:stop].copy(), labels)
+        ids, whole = self.input_ids[start:stop].copy(), self.record_tokens or len(self)
+        return Document(self.source_id, self.number, self.start + start, ids, labels, whole)
 
 
 @dataclass(slots=True)
@@ -87,12 +91,21 @@ class Pieces:
     tokens: int = 0
     error: str | None = None
 
-    def part(self, start: int, stop: int) -> Document | str:
-        """Tokens ``start`` to ``stop`` of the record, all within one piece; or what is wrong with them."""
+    def part(self, start: int, stop: int, whole: int) -> Document | str:
+        """Tokens ``start`` to ``stop`` of the record, all within one piece; or what is wrong with them.
+
+        Args:
+            start: first token.
+            stop: the one after the last.
+            whole: tokens that the record had before: with another number they are other tokens.
+        """
+        if self.error is None and self.tokens != whole:
+            return f"{self.tokens} tokens instead of {whole}"
         for piece in self.documents:
             if piece.start <= start and stop <= piece.start + len(piece):
                 return piece.part(start - piece.start, stop - piece.start)
-        return self.error or f"{self.tokens} tokens instead of at least {stop}"
+        assert self.error is not None
+        return self.error
 
 
 @dataclass(frozen=True)
@@ -182,8 +195,9 @@ class DocumentReader:
             DataError: the record cannot be read.
         """
         source = self.sources[source_id]
-        found = _read(source, number, record)
-        return Document(self.carried_id(source_id), number, 0, *self._encode(source, found))
+        with _Naming(lambda: source.describe(number, record)):
+            found = _read(source, number, record)
+            return Document(self.carried_id(source_id), number, 0, *self._encode(source, found))
 
     def _encode(self, source: Source, record: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:
         if not isinstance(record, Mapping):
@@ -241,6 +255,26 @@ class DocumentReader:
         counts["documents_split"] += 1
         for start in range(0, length, self.window):
             yield document.part(start, min(start + self.window, length))
+
+
+class _Naming:
+    """Names the record in an error of somebody's tokenizer, dataset or iterable, whatever its class.
+
+    Args:
+        describe: tells the place; called where there is such an error only, since that may read the file.
+    """
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+
+    def __enter__(self) -> None:
+        """Nothing is needed before."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (BadRecord, FieldError)):
+            error.add_note(f"Raised for {self._describe()}.")
 
 
 _TOO_LONG = "must not be longer than `max_seq_len` under long_document: error"

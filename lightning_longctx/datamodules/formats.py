@@ -53,11 +53,16 @@ def check_tokenizer(sources: Sequence[Source], tokenize: Any) -> None:
     """Check that a tokenizer can do what the formats of sources ask for.
 
     Raises:
-        ConfigurationError: it cannot write conversations, or not join a prompt and a response.
+        ConfigurationError: it cannot write conversations (its template cannot even be read, say), or not join a prompt
+            and a response.
     """
     for source in sources:
         method = _METHODS.get(source.format)
-        if method is None or callable(getattr(tokenize, method, None)):
+        if method is None:
+            continue
+        if callable(getattr(tokenize, method, None)):
+            if method == "chat" and callable(check := getattr(tokenize, "check_chat", None)):
+                check()
             continue
         if method == "chat":
             rule = "needs a tokenizer with a chat template"

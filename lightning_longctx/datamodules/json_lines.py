@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from os import SEEK_END
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -17,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_longctx.datamodules.paths import READ_ERRORS, compression_of, open_bytes
-from lightning_longctx.datamodules.source_settings import SourceSettings
-from lightning_longctx.datamodules.sources import IndexableSource, RecordStream, StreamingSource, skip
+from lightning_longctx.datamodules.sources import FileSource, IndexableSource, RecordStream, StreamingSource, skip
 from lightning_longctx.errors import ConfigurationError, DataError
 
 __all__ = ["JsonLinesSource", "JsonLinesStream"]
@@ -33,19 +33,8 @@ _BLANK = 2
 _SKIP = "Repair it, or set `loading.on_bad_record: skip`."
 
 
-class JsonLinesSource(IndexableSource):
-    """JSON lines over one or more plain files; blank lines do not count.
-
-    Args:
-        name: of the source.
-        settings: of the source.
-        paths: the files, in order.
-        field: the setting it stands in, for errors.
-    """
-
-    def __init__(self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "") -> None:
-        super().__init__(name, settings, field)
-        self._paths = list(paths)
+class JsonLinesSource(FileSource, IndexableSource):
+    """JSON lines over one or more plain files; blank lines do not count."""
 
     # Made when first needed: only ranks that read pay for it.
     @cached_property
@@ -85,21 +74,11 @@ class JsonLinesSource(IndexableSource):
         return self._paths[file], int(start), int(stop)
 
 
-class JsonLinesStream(StreamingSource):
+class JsonLinesStream(FileSource, StreamingSource):
     """JSON lines over files of which some are compressed or elsewhere; blank lines do not count.
 
     Who reads the stream only finds the lines; they are parsed where documents are made, in the workers.
-
-    Args:
-        name: of the source.
-        settings: of the source.
-        paths: the files, in order.
-        field: the setting it stands in, for errors.
     """
-
-    def __init__(self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "") -> None:
-        super().__init__(name, settings, field)
-        self._paths = list(paths)
 
     def describe(self, number: int, record: Mapping[str, Any] | None = None) -> str:
         """The file's path and the line number."""
@@ -112,7 +91,7 @@ class JsonLinesStream(StreamingSource):
             DataError: the state belongs to other files.
         """
         if state is None:
-            return skip(_Lines(self._paths, self.field, 0, 0, 0), taken)
+            return skip(_Lines(self._paths, self.field, 0, 0, 0), taken, self.field)
         file = state["file"]
         names = [PurePosixPath(path).name for path in self._paths]
         if file and names[file - 1 : file] != [state["after"]]:
@@ -137,7 +116,13 @@ class _Lines(RecordStream):
         self._records = self._read()
 
     def __next__(self) -> Mapping[str, Any]:
-        return next(self._records)
+        try:
+            return next(self._records)
+        except READ_ERRORS as error:
+            got = f"{self._paths[self._file]}, after line {self._line}: {error}"
+            self._file, self._line, self._byte = self._file + 1, 0, 0
+            self._records = self._read()  # where bad records are skipped, the files behind it are still read
+            raise DataError(self._field, "must be readable", got, "Repair the file, or leave it out.") from None
 
     def state(self) -> dict[str, Any]:
         """File, and lines and (decompressed) bytes of it that were read; and the name of the file before."""
@@ -146,21 +131,19 @@ class _Lines(RecordStream):
 
     def _read(self) -> Iterator[Mapping[str, Any]]:
         while self._file < len(self._paths):
-            path = self._paths[self._file]
-            try:
-                yield from self._read_file(path)
-            except READ_ERRORS as error:
-                got = f"{path}, after line {self._line}: {error}"
-                raise DataError(self._field, "must be readable", got, "Repair the file, or leave it out.") from None
+            yield from self._read_file(self._paths[self._file])
             self._file, self._line, self._byte = self._file + 1, 0, 0
 
     def _read_file(self, path: str) -> Iterator[Mapping[str, Any]]:
         with open_bytes(path) as file:
             if compression_of(path) is None:
-                file.seek(self._byte)
+                reached = file.seek(min(self._byte, file.seek(0, SEEK_END)))
             else:
-                for _ in _chunks(file, _STREAM_CHUNK, self._byte):
-                    pass
+                reached = sum(len(chunk) for chunk in _chunks(file, _STREAM_CHUNK, self._byte))
+            if reached < self._byte:
+                got = f"{path}: {reached:,} of {self._byte:,}"
+                fix = "Resume with the same files, give changed data another name, or start anew."
+                raise ConfigurationError(self._field, "must have the bytes that were read before the stop", got, fix)
             for line in _split(file):
                 self._line += 1
                 self._byte += len(line)

@@ -23,15 +23,7 @@ class SampleMixer(Mixer):
     ranks and two sources in turn would give each rank one source.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        settings: SequenceSettings,
-        share: Share,
-        states: Sequence[SourceState],
-        count: int = 0,
-    ) -> None:
-        super().__init__(sources, settings, share, states, count)
+    def _begin(self, states: Sequence[SourceState]) -> None:
         self._credits = [state.credit for state in states]
         self._taken = self._walk()
         self._open: deque[tuple[int, MixPlace]] = deque()  # requests without result
@@ -147,16 +139,8 @@ class TokenMixer(Mixer):
     lane for each source: the order depends on lengths alone, never on how far or in which order was read ahead.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        settings: SequenceSettings,
-        share: Share,
-        states: Sequence[SourceState],
-        count: int = 0,
-    ) -> None:
-        super().__init__(sources, settings, share, states, count)
-        assert settings.limit is None
+    def _begin(self, states: Sequence[SourceState]) -> None:
+        assert self._settings.limit is None
         self._lanes = [
             _Lane(cursor, state.credit, state.place) for cursor, state in zip(self._cursors, states, strict=True)
         ]

@@ -107,10 +107,15 @@ class Mixer(ABC):
         self._weights = [source.weight for source in sources]
         self._cursors = self._open_cursors(states)
         self._count = count
+        self._begin(states)
 
     def reweight(self, weights: Sequence[float]) -> None:
         """Mix by other weights, by source id, from the next document on that is taken."""
         self._weights = list(weights)
+
+    @abstractmethod
+    def _begin(self, states: Sequence[SourceState]) -> None:
+        """Make what a way of mixing keeps beside its cursors."""
 
     @abstractmethod
     def request(self) -> Request | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lightning_longctx.datamodules.formats import columns_of
 from lightning_longctx.datamodules.paths import is_remote, open_bytes
 from lightning_longctx.datamodules.source_settings import SourceSettings
-from lightning_longctx.datamodules.sources import IndexableSource
+from lightning_longctx.datamodules.sources import FileSource, IndexableSource
 from lightning_longctx.errors import ConfigurationError, DataError
 
 __all__ = ["ParquetSource"]
@@ -29,7 +29,7 @@ CACHE_BYTES = 2**28
 Result = TypeVar("Result")
 
 
-class ParquetSource(IndexableSource):
+class ParquetSource(FileSource, IndexableSource):
     """Rows of parquet files. Only the columns that the format needs are read.
 
     Nothing stays open between two reads, so the source works in forked and in spawned workers.
@@ -46,8 +46,7 @@ class ParquetSource(IndexableSource):
     """
 
     def __init__(self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "") -> None:
-        super().__init__(name, settings, field)
-        self._paths = list(paths)
+        super().__init__(name, settings, paths, field)
         self._decoded: OrderedDict[int, Any] = OrderedDict()  # row group -> pyarrow table, the last used one last
         _, self._names = self._opened(self._paths[0], self._describe_file)
 

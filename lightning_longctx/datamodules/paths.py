@@ -44,7 +44,7 @@ def compression_of(path: str) -> str | None:
 def find_files(patterns: str | Sequence[str], field: str) -> list[str]:
     """All files of a path, glob, address, or list of them: the patterns in their order, each one's files sorted.
 
-    A file that two patterns match is taken once.
+    A file that two patterns match is taken once; one that is named twice is refused.
 
     Args:
         patterns: what the user wrote.
@@ -54,15 +54,22 @@ def find_files(patterns: str | Sequence[str], field: str) -> list[str]:
         Paths; files that are elsewhere as addresses. Empty for a single pattern that matches nothing here.
 
     Raises:
-        ConfigurationError: an address that cannot be listed, or a pattern of a list that matches nothing.
+        ConfigurationError: an address that cannot be listed, a pattern of a list that matches nothing, or a file that
+            is named twice.
     """
     written = [patterns] if isinstance(patterns, str) else list(patterns)
     found: dict[str, None] = {}
+    named: set[str] = set()
     for pattern in written:
         pattern = pattern.removeprefix("file://")
         files = _remote_files(pattern, field) if is_remote(pattern) else _local_files(pattern)
         if not files and (len(written) > 1 or is_remote(pattern)):
             raise ConfigurationError(field, "must match at least one file", repr(pattern), "Check the path.")
+        if not _MAGIC & set(pattern):
+            if named.intersection(files):
+                fix = "It would be read once: raise the source's `weight` to see it more often, or leave one out."
+                raise ConfigurationError(field, "must name a file once", f"{pattern!r} twice", fix)
+            named.update(files)
         found.update(dict.fromkeys(files))
     return list(found)
 

@@ -43,6 +43,7 @@ class Candidate:
         document: the tokens; None until they are read again.
         arrival: how many rows of the epoch had been given when it came.
         passes: how many passes over its source were complete before it.
+        record_tokens: of the whole record; 0 where this is all of it becomes ``length``.
     """
 
     source_id: int
@@ -53,6 +54,10 @@ class Candidate:
     document: Document | None
     arrival: int = 0
     passes: int = 0
+    record_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.record_tokens = self.record_tokens or self.length
 
     @classmethod
     def of(cls, document: Document, passes: int = 0) -> Candidate:
@@ -60,7 +65,8 @@ class Candidate:
         length = len(document)
         labels = document.labels
         targets = length - 1 if labels is None else int((labels[1:] != IGNORE_INDEX).sum())
-        return cls(document.source_id, document.number, document.start, length, targets, document, passes=passes)
+        whole = document.record_tokens or length
+        return cls(document.source_id, document.number, document.start, length, targets, document, 0, passes, whole)
 
     def split(self, tokens: int) -> tuple[Candidate, Candidate]:
         """Two candidates: the first ``tokens`` tokens, and the rest. Each is a document of its own.
@@ -243,17 +249,19 @@ class DocumentPool:
 
 
 def candidates_to_state(candidates: Sequence[Candidate], by_value: Sequence[bool]) -> dict[str, Any]:
-    """Plain state of candidates: seven integers each, and the tokens of those that cannot be read again.
+    """Plain state of candidates: eight integers each, and the tokens of those that cannot be read again.
 
     Args:
         candidates: oldest first.
         by_value: for each source id, whether its documents must be stored whole.
 
     Returns:
-        ``index`` int64 ``[N, 7]`` and ``tokens``: position in ``index`` to ``[input_ids]`` or ``[input_ids, labels]``,
+        ``index`` int64 ``[N, 8]`` and ``tokens``: position in ``index`` to ``[input_ids]`` or ``[input_ids, labels]``,
         as the smallest integers that hold them.
     """
-    rows = [[c.source_id, c.number, c.start, c.length, c.targets, c.arrival, c.passes] for c in candidates]
+    rows = [
+        [c.source_id, c.number, c.start, c.length, c.targets, c.arrival, c.passes, c.record_tokens] for c in candidates
+    ]
     tokens: dict[int, list[Tensor]] = {}
     for position, candidate in enumerate(candidates):
         if by_value[candidate.source_id]:
@@ -261,7 +269,7 @@ def candidates_to_state(candidates: Sequence[Candidate], by_value: Sequence[bool
             assert document is not None
             arrays = [document.input_ids] if document.labels is None else [document.input_ids, document.labels]
             tokens[position] = [torch.from_numpy(_compact(array)) for array in arrays]
-    return {"index": torch.tensor(rows, dtype=torch.int64).reshape(-1, 7), "tokens": tokens}
+    return {"index": torch.tensor(rows, dtype=torch.int64).reshape(-1, 8), "tokens": tokens}
 
 
 def candidates_from_state(state: Mapping[str, Any]) -> tuple[Candidate, ...]:
@@ -271,7 +279,8 @@ def candidates_from_state(state: Mapping[str, Any]) -> tuple[Candidate, ...]:
         document = None
         if position in state["tokens"]:
             arrays = [tensor.numpy().astype(np.int32) for tensor in state["tokens"][position]]
-            document = Document(source_id, number, start, *arrays)
+            ids, labels = (*arrays, None)[:2]
+            document = Document(source_id, number, start, ids, labels, came[-1])
         candidates.append(Candidate(source_id, number, start, length, targets, document, *came))
     return tuple(candidates)
 

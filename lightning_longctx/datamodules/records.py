@@ -59,7 +59,7 @@ class IterableSource(StreamingSource):
             owner = _state_owner(iterator)
             _go_to(owner, state)
         stream = _Iterated(iterator, owner)
-        return skip(stream, taken) if state is None or owner is None else stream
+        return skip(stream, taken, self.field) if state is None or owner is None else stream
 
 
 class _Iterated(RecordStream):

@@ -88,7 +88,7 @@ class Rereads:
         self._left[record] -= candidate.length
         if self._left[record] <= 0:
             del self._left[record], self._read[record]
-        return pieces.part(candidate.start, candidate.start + candidate.length)
+        return pieces.part(candidate.start, candidate.start + candidate.length, candidate.record_tokens)
 
     def _want(self, candidates: Iterable[Candidate]) -> list[tuple[int, int]]:
         records = _records(candidates)

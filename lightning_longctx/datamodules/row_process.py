@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lightning_longctx.datamodules.bad_record import text_of
 from lightning_longctx.datamodules.packing import flatten_row, unflatten_row
 from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.row_state import Reweight
@@ -194,7 +195,7 @@ def _told(error: Exception) -> FieldError:
     if isinstance(error, FieldError):
         return error
     text = "".join(format_exception(error))
-    return DataError("data", "must be readable", f"{type(error).__name__}: {error}", f"In the row process:\n{text}")
+    return DataError("data", "must be readable", text_of(error), f"In the row process:\n{text}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

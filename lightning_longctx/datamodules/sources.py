@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from lightning_longctx.datamodules.source_settings import SourceSettings
+from lightning_longctx.errors import DataError
 
-__all__ = ["IndexableSource", "RecordStream", "SequenceSource", "Source", "StreamingSource"]
+__all__ = ["FileSource", "IndexableSource", "RecordStream", "SequenceSource", "Source", "StreamingSource"]
 
 
 class Source:
@@ -83,6 +83,21 @@ class IndexableSource(Source, ABC):
         return None
 
 
+class FileSource(Source):
+    """A source that is made of files.
+
+    Args:
+        name: of the source.
+        settings: of the source.
+        paths: the files, in order.
+        field: the setting it stands in, for errors.
+    """
+
+    def __init__(self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "") -> None:
+        super().__init__(name, settings, field)
+        self._paths = list(paths)
+
+
 class SequenceSource(IndexableSource):
     """Anything with ``__len__`` and ``__getitem__``: a list of dicts, a map-style dataset."""
 
@@ -140,8 +155,24 @@ class StreamingSource(Source, ABC):
         return record
 
 
-def skip(stream: RecordStream, count: int) -> RecordStream:
-    """Read over ``count`` records; fewer if the stream ends."""
-    for _ in islice(stream, count):
-        pass
+def skip(stream: RecordStream, count: int, field: str) -> RecordStream:
+    """Read over ``count`` records; a bad one is one of them.
+
+    Args:
+        stream: at its place.
+        count: records that were read before a stop.
+        field: of the source, for errors.
+
+    Raises:
+        DataError: the stream ends before: it is not the one that was read.
+    """
+    for done in range(count):
+        try:
+            next(stream)
+        except DataError:
+            continue
+        except StopIteration:
+            fix = "Resume with the same data, give changed data another name, or start anew."
+            rule = "must have the records that were read before the stop"
+            raise DataError(field, rule, f"an end {count - done} records earlier", fix) from None
     return stream

@@ -22,7 +22,7 @@ from lightning_longctx.topology import Topology
 __all__ = ["changes", "gathered_state", "join_states", "restore_state", "saved_state"]
 
 # Raised when the form changes, so that an old state is refused instead of misread.
-_VERSION = 2
+_VERSION = 3
 
 
 def saved_state(state: RowState, settings: RowSettings, open_rows: int = 0) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_longctx.datamodules.paths import READ_ERRORS, open_bytes
 from lightning_longctx.datamodules.source_settings import SourceSettings
-from lightning_longctx.datamodules.sources import IndexableSource
+from lightning_longctx.datamodules.sources import FileSource, IndexableSource
 from lightning_longctx.errors import DataError
 
 __all__ = ["TextFilesSource"]
@@ -15,7 +15,7 @@ __all__ = ["TextFilesSource"]
 _FIX = "Repair it, or set `loading.on_bad_record: skip`."
 
 
-class TextFilesSource(IndexableSource):
+class TextFilesSource(FileSource, IndexableSource):
     """UTF-8 text files, one document each.
 
     Args:
@@ -29,8 +29,7 @@ class TextFilesSource(IndexableSource):
     def __init__(
         self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "", errors: str = "strict"
     ) -> None:
-        super().__init__(name, settings, field)
-        self._paths = list(paths)
+        super().__init__(name, settings, paths, field)
         self._errors = errors
 
     def __len__(self) -> int:

@@ -105,12 +105,22 @@ class ModelTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         able = getattr(tokenizer, "chat_template", None) and getattr(tokenizer, "is_fast", False)
-        self.chat = ChatTemplate(tokenizer).encode if able else None
+        self._template = ChatTemplate(tokenizer) if able else None
+        self.chat = None if self._template is None else self._template.encode
 
     @property
     def vocab_size(self) -> int:
         """Number of ids, added ones included."""
         return len(self._tokenizer)
+
+    def check_chat(self) -> None:
+        """Check that the chat template can be read.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        if self._template is not None:
+            self._template.check()
 
     def __call__(self, text: str) -> list[int]:
         """Encode one text; an empty text gives no token."""

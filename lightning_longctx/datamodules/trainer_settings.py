@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import suppress
+from typing import Any
+
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_longctx.datamodules.open_window import OpenWindow
+from lightning_longctx.datamodules.row_state import RowState
 from lightning_longctx.datamodules.sizes import check_one_accumulation
 
-__all__ = ["TrainerSettings"]
+__all__ = ["TrainerSettings", "model_vocabulary", "warn_of_cut_epoch"]
+
+# Lightning asks the loader alone. Ours has no state on purpose: the data module has it.
+_NOT_RESUMABLE = ".*your dataloader is not resumable"
 
 
 class TrainerSettings:
@@ -18,6 +27,7 @@ class TrainerSettings:
         # The Trainer's own values, while others stand in for them.
         self._limit_val_batches: int | float | None = None
         self._accumulate: int | None = None
+        self._silenced: Any = None  # a filter of warnings, for the length of a resumed run
 
     def allow_validation(self, trainer: pl.Trainer, allowed: bool) -> None:
         """Switch validation off during a fit without data for it: an empty loader would make Lightning warn."""
@@ -40,15 +50,50 @@ class TrainerSettings:
         trainer.accumulate_grad_batches = micro_batches
 
     def rewind(self, trainer: pl.Trainer, rows: int) -> None:
-        """Take rows of an unfinished accumulation window, which come again, off the Trainer's count of batches."""
+        """Take rows of an unfinished accumulation window, which come again, off the Trainer's count of batches.
+
+        And for the length of the run let Lightning not say that the data cannot go on where it was.
+        """
+        if self._silenced is None:
+            warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
+            self._silenced = warnings.filters[0]
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if self._window not in callbacks:
             callbacks.append(self._window)
         self._window.rows = rows
 
     def restore(self, trainer: pl.Trainer) -> None:
-        """Put both back: the next fit may bring other data."""
+        """Put all back: the next fit may bring other data."""
+        with suppress(ValueError):  # somebody has reset the filters
+            warnings.filters.remove(self._silenced)  # type: ignore[attr-defined]  # a list
+        self._silenced = None
         self.allow_validation(trainer, True)
         if self._accumulate is not None:
             trainer.accumulate_grad_batches = self._accumulate
             self._accumulate = None
+
+
+def model_vocabulary(trainer: pl.Trainer | None) -> int | None:
+    """Number of token ids of the model, if it says so (``vocab_size``), so that a bad id names its document."""
+    module = None if trainer is None else trainer.lightning_module
+    vocabulary = getattr(module, "vocab_size", None)
+    return vocabulary if isinstance(vocabulary, int) else None
+
+
+def warn_of_cut_epoch(trainer: pl.Trainer | None, state: RowState) -> None:
+    """Say that a fit will train nothing: Lightning counts an epoch that ``max_steps`` ended as a whole one.
+
+    Args:
+        trainer: its fit begins; None for none.
+        state: of the data, after the last row that was used.
+    """
+    if trainer is None or not state.rows or state.finished or trainer.limit_train_batches != 1.0:
+        return
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    most, epochs = trainer.max_epochs, progress.processed
+    if most is not None and 0 <= most <= epochs:
+        rank_zero_warn(
+            f"Nothing will be trained: Lightning counts {epochs} whole epochs (max_epochs={most}), though `max_steps`"
+            f" or a stop ended the last one after {state.rows:,} rows. Leave `max_epochs` out or raise it to go on.",
+            category=UserWarning,
+        )

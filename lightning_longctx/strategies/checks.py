@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
@@ -20,7 +21,17 @@ if TYPE_CHECKING:
 
     from lightning_longctx.strategies.fsdp2 import LongContextFSDPStrategy
 
-__all__ = ["CheckingLauncher", "check_callbacks", "check_manual_optimization", "run_facts", "warn_of_crossings"]
+__all__ = [
+    "CheckingLauncher",
+    "check_callbacks",
+    "check_manual_optimization",
+    "check_parts",
+    "check_prepared",
+    "layout_facts",
+    "module_facts",
+    "run_facts",
+    "warn_of_crossings",
+]
 
 # Settings of the Trainer that change how ranks meet.
 _TRAINER_SETTINGS = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
@@ -73,6 +84,30 @@ def check_manual_optimization(module: pl.LightningModule, strategy: LongContextF
         )
 
 
+def layout_facts(trainer: pl.Trainer) -> dict[str, int | None]:
+    """Sizes that are known before any process is started, by the names that a part's ``check`` takes."""
+    sp_size = int(getattr(trainer.strategy, "sequence_parallel_size", 1))
+    return {"sp_size": sp_size, "dp_size": trainer.num_devices * trainer.num_nodes // sp_size}
+
+
+def check_parts(parts: Iterable[object], facts: Mapping[str, int | None]) -> None:
+    """Ask the parts of a run that have a method ``check`` with an argument ``sp_size`` (a data module, a model).
+
+    Args:
+        parts: any objects.
+        facts: what may be asked for, by name.
+
+    Raises:
+        ConfigurationError: a size that does not divide, with the arithmetic.
+    """
+    for part in parts:
+        check = getattr(part, "check", None)
+        # By the parameters' names: somebody's own class may have a `check` that means something else.
+        accepted = inspect.signature(check).parameters if callable(check) else {}
+        if callable(check) and "sp_size" in accepted:
+            check(**{name: value for name, value in facts.items() if name in accepted})
+
+
 def run_facts(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> dict[str, object]:
     """Return what must be the same on every rank, by the name that a message uses."""
     return {
@@ -80,14 +115,37 @@ def run_facts(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> 
         "trainer.strategy": type(strategy).__name__,
         "strategy.sequence_parallel_size": strategy.sequence_parallel_size,
         "strategy.data_parallel_replicate_size": strategy.data_parallel_replicate_size,
-        "strategy.activation_checkpointing": stable_text(strategy.activation_checkpointing),
-        "strategy.activation_offload": stable_text(strategy.activation_offload),
-        "strategy.tiled_mlp": stable_text(strategy.tiled_mlp),
+        **module_facts(strategy),
         "strategy.sharding": stable_text(strategy.sharding),
         **{f"trainer.{name}": getattr(module.trainer, name) for name in _TRAINER_SETTINGS},
         "model": type(module).__name__,
         "the model's hyperparameters": stable_text(module.hparams),
     }
+
+
+def module_facts(strategy: LongContextFSDPStrategy) -> dict[str, str]:
+    """Return the settings that are built into a module when it is sharded."""
+    return {
+        "strategy.activation_checkpointing": stable_text(strategy.activation_checkpointing),
+        "strategy.activation_offload": stable_text(strategy.activation_offload),
+        "strategy.tiled_mlp": stable_text(strategy.tiled_mlp),
+    }
+
+
+def check_prepared(before: Mapping[str, str], strategy: LongContextFSDPStrategy) -> None:
+    """Refuse a second strategy for a module whose settings would do nothing: the first one's are built in.
+
+    Args:
+        before: :func:`module_facts` of the strategy that sharded the module.
+        strategy: the one that finds it sharded.
+
+    Raises:
+        ConfigurationError: a setting that differs.
+    """
+    for name, value in module_facts(strategy).items():
+        if value != before[name]:
+            fix = f"It was sharded with {before[name]}: build the module anew for another setting."
+            raise ConfigurationError(name, "must stay what a module was sharded with", value, fix)
 
 
 def warn_of_crossings(world_size: int, sequence_parallel_size: int, ranks_per_node: int) -> None:
@@ -118,4 +176,5 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         """Check, then start the processes and call ``function``."""
         if trainer is not None:
             self._check(trainer)
+            check_parts([*args, *kwargs.values()], layout_facts(trainer))
         return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ from lightning_longctx.strategies.checks import (
     CheckingLauncher,
     check_callbacks,
     check_manual_optimization,
+    check_prepared,
+    module_facts,
     run_facts,
     warn_of_crossings,
 )
@@ -60,6 +63,9 @@ _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step"
 
 _SHARDING = ShardingSettings()
 _PROCESSES = ProcessSettings()
+
+#: Sharded modules: what is built into each, and its offload. Another strategy may find a module sharded.
+_PREPARED: WeakKeyDictionary[torch.nn.Module, tuple[dict[str, str], RunningOffload | None]] = WeakKeyDictionary()
 
 
 class LongContextFSDPStrategy(ExactSteps):
@@ -251,6 +257,9 @@ class LongContextFSDPStrategy(ExactSteps):
         self.check_model(module)
         if not isinstance(module, FSDPModule):
             self._shard(module)
+        elif module in _PREPARED:
+            facts, self._offload = _PREPARED[module]
+            check_prepared(facts, self)
         assert isinstance(module, FSDPModule)
         module.reshard()  # an evaluation may have left the root gathered
         module.set_requires_gradient_sync(True)  # an interrupted fit may have stopped between micro-batches
@@ -262,7 +271,7 @@ class LongContextFSDPStrategy(ExactSteps):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if self._offload is not None:
-                self._offload.watch(self.optimizers, rank_zero_info)
+                self._offload.watch(self.optimizers, rank_zero_info, self.topology.host_group)
             check_manual_optimization(module, self)
         self.setup_precision_plugin()
 
@@ -305,6 +314,7 @@ class LongContextFSDPStrategy(ExactSteps):
         )
         methods = [name for name in _STEP_METHODS if callable(getattr(module, name, None))]
         register_forward_methods(module, methods + self.sharding.forward_methods)
+        _PREPARED[module] = module_facts(self), self._offload
 
     def _require_layout(self) -> Layout:
         if self._layout is None:

@@ -17,7 +17,7 @@ from lightning_longctx.strategies.settings import ShardingSettings
 from lightning_longctx.strategies.shard import find_blocks
 from lightning_longctx.strategies.tiled_mlp import TiledMLP, find_mlps
 
-__all__ = ["MemorySettings", "Switch", "next_switches", "possible_sp_sizes", "settings_of"]
+__all__ = ["MemorySettings", "Switch", "next_switches", "possible_sp_sizes", "settings_of", "switches_of_weights"]
 
 _STRATEGY = "trainer.strategy.init_args"
 # Below this the chunks of the loss are so short that the head's gradient is read and written more often than computed.
@@ -76,6 +76,8 @@ class MemorySettings:
             found.append(f"sequence_parallel_size: {self.sequence_parallel_size}")
         if self.loss_chunk_tokens is not None:
             found.append(f"loss_chunk_tokens: {self.loss_chunk_tokens}")
+        if self.sharding.offload_parameters:
+            found.append("sharding.offload_parameters: true")
         return found
 
 
@@ -202,6 +204,11 @@ def _resharding(settings: MemorySettings) -> Iterator[Switch]:
     if not settings.sharding.reshard_after_forward:
         sharding = replace(settings.sharding, reshard_after_forward=True)
         yield _of_strategy("sharding.reshard_after_forward", True, replace(settings, sharding=sharding))
+
+
+def switches_of_weights(settings: MemorySettings) -> list[Switch]:
+    """Of :func:`next_switches` those that make parameters, gradients and optimizer states smaller."""
+    return [*_one_copy(settings)]
 
 
 #: By the setting that each changes.

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from lightning_longctx.strategies.memory import MemorySettings, next_switches
+from lightning_longctx.strategies.memory import MemorySettings, next_switches, switches_of_weights
 
 __all__ = ["advice", "explaining", "is_out_of_memory"]
 
@@ -57,9 +57,14 @@ def advice(phase: Phase, settings: MemorySettings) -> str:
     """
     on = ", ".join(f"`{name}`" for name in settings.switched_on())
     lines = [f"LongContextFSDPStrategy: out of memory in the {phase}.", f"Switched on: {on or 'nothing'}."]
-    switches = next_switches(settings)
+    updating = phase == "optimizer step"  # backward is over: no activation is left, whatever the row's length
+    switches = switches_of_weights(settings) if updating else next_switches(settings)
     if switches:
         lines.append(f"Try next: `{switches[0].name}` ({next(iter(switches[0].changes))}).")
+    elif updating:
+        lines.append("Parameters, gradients and optimizer states alone are too much: take more or larger devices.")
+        if not settings.sharding.offload_parameters:
+            lines.append("Or keep them on the host, which slows each step: `sharding: {offload_parameters: true}`.")
     else:
         lines.append("Every switch is on: shorten `data.max_seq_len`, or take more or larger devices.")
     lines.append("`longctx plan --config run.yaml --device-gb 80` tells what fits, without a device.")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
@@ -219,6 +220,7 @@ class _Tiled(torch.autograd.Function):
         return _run(forward, x, tiles)
 
     @staticmethod
+    @once_differentiable  # a second derivative is an error, not a wrong number
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors if ctx.holder is None else ctx.holder.saved_tensors
         parameters = [parameter for parameter in ctx.mlp.parameters() if parameter.requires_grad]

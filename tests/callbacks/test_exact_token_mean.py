@@ -35,6 +35,7 @@ def worst_of_steps(module: ToyLM, expected: list[list[Tensor]]) -> float:
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 7], ids=str)
 def test_gradients_and_weights_equal_a_plain_loop(accumulate: int) -> None:
+    """transformers#34191, torchtune#1875, mlx-lm#1544: a mean of means; Lightning#19987: the short last window."""
     module = ToyLM()
     run_fit([ExactTokenMean()], module, BATCHES, accumulate_grad_batches=accumulate)
     expected = plain_loop(windows(accumulate))

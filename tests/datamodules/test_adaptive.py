@@ -24,6 +24,7 @@ def reports(name: str, window: int, policy: object, seeds: range = range(8), row
 
 @pytest.mark.parametrize("window", [2**19, 2**20])
 def test_mid_size_documents_at_long_windows(window: int) -> None:
+    """VeOmni#994, Energon#18: the first row waited for a full buffer, whatever it needed."""
     runs = reports("mid-size", window, "adaptive")
     oracle = [oracle_documents(STREAMS["mid-size"](seed, window), window, 0.985) for seed in range(8)]
     assert mean(run.first_documents for run in runs) <= mean(oracle) + 1

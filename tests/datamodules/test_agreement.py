@@ -67,6 +67,7 @@ def _whole_rows(sp_size: int, workers: int) -> tuple[Keys, list[list[int]], int]
 
 @pytest.mark.parametrize(("world", "sp_size"), [(2, 2), (2, 1), (4, 2), (4, 4)])
 def test_groups_share_rows_and_ranks_share_documents(world: int, sp_size: int) -> None:
+    """VeOmni#126: bounds come from the whole row, and workers give those of the process that trains."""
     results = run_ranks(_whole_rows, world, sp_size, 2 if world == 2 else 0)
     groups = [results[i : i + sp_size] for i in range(0, world, sp_size)]
     for group in groups:
@@ -173,6 +174,7 @@ def test_any_exception_of_a_tokenizer_is_told_to_all() -> None:
     other, own = run_ranks(_interrupted_tokenizer, 2, 1)
     assert own.startswith("ZeroDivisionError")
     assert "an error on rank 1: ZeroDivisionError" in other
+    assert "Raised for record " in other
 
 
 def _stop_and_resume(kind: Any) -> tuple[Keys, Keys, Keys, list[int]]:

@@ -27,6 +27,7 @@ def _rows(data: DynamicBatchingDataModule) -> list[Any]:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("long_document", ["split", "truncate", "drop"])
 def test_every_token_is_packed_or_counted(long_document: Any, drop_last: bool) -> None:
+    """trl#4554, #5075, #5076: packing cut off most tokens, and said nothing."""
     packing = PackingSettings(long_document, pad_to_multiple_of=8)
     data = data_module({"a": records(58, 0, 90)}, packing=packing, drop_last=drop_last)
     rows, counters = _rows(data), data.counters
@@ -63,6 +64,7 @@ def test_epochs_are_passes_in_new_orders() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_change_nothing_in_a_row(workers: int) -> None:
+    """VeOmni#126, #383: a worker took itself for the only process."""
     for row, other in zip(_rows(data_module()), _rows(data_module(num_workers=workers)), strict=True):
         assert torch.equal(row["cu_seqlens"], other["cu_seqlens"])
         assert torch.equal(row["document_keys"], other["document_keys"])

@@ -41,6 +41,7 @@ def test_bytes_can_be_read_back(text: str) -> None:
 
 
 def test_a_document_of_two_and_a_half_windows_becomes_three() -> None:
+    """torchtune#1697: a sample beyond the window ended the run."""
     draw = _draw({"input_ids": list(range(25)), "labels": [-100] + list(range(1, 25))})
     assert _pieces(draw) == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
     assert [document.start for document in draw.documents] == [0, 10, 20]

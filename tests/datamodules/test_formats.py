@@ -161,6 +161,9 @@ def test_the_models_tokenizer_is_checked_when_it_is_known() -> None:
     data = DynamicBatchingDataModule(sources, tokenizer="from_model")
     with pytest.raises(ConfigurationError, match="needs a tokenizer with a chat template"):
         data.use_tokenizer_of(Module())
+    Module.template = "{% for message in messages %}{{ message.content }}"
+    with pytest.raises(ConfigurationError, match=r"chat template that can be read, but got .* in line 1"):
+        data.use_tokenizer_of(Module())  # also where bad records are skipped: none of them is at fault
     Module.template = templates.PLAIN_CHATML
     data.use_tokenizer_of(Module())
     (row,) = data.train_dataloader()

@@ -118,6 +118,46 @@ def test_a_file_that_is_cut_off_is_an_error_and_not_an_end(suffix: str) -> None:
         list(source.open())
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_where_bad_records_are_skipped_the_files_behind_a_broken_one_are_read(suffix: str) -> None:
+    texts = _write(suffix, (2, 3, 2))
+    file = Path(f"1.jsonl{suffix}")
+    file.write_bytes(file.read_bytes()[:-9])
+    data = data_module({"code": f"*.jsonl{suffix}"}, size=1, max_seq_len=4096, on_bad_record="skip")
+    keys = [row["input_ids"][0].tolist() for row in data.train_dataloader()]
+    found = [bytes(part).decode() for ids in keys for part in _documents(ids)]
+    assert found[:2] == texts[:2]
+    assert found[-2:] == texts[-2:]
+    assert data.counters["bad_records_skipped"] == 1
+
+
+def _documents(ids: list[int]) -> list[list[int]]:
+    """The bytes of each document of a row, which ends with 256."""
+    parts: list[list[int]] = [[]]
+    for token in ids:
+        if token == 256:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return [part for part in parts if part]
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_stream_that_became_shorter_is_not_taken_for_its_end(with_state: bool) -> None:
+    texts = _write(".gz")
+    stream = _stream("*.jsonl.gz").open()
+    assert len(list(islice(stream, 5))) == 5
+    state = stream.state() if with_state else None
+    assert _read(_stream("*.jsonl.gz"), 5, state) == texts[5:]
+    compress(Path("1.jsonl.gz"), b"")
+    if with_state:  # the file that it stood in lost what was read of it
+        with pytest.raises(ConfigurationError, match="must have the bytes that were read before the stop"):
+            _read(_stream("*.jsonl.gz"), 5, state)
+    else:
+        with pytest.raises(DataError, match=r"must have the records that were read before the stop.*2 records earlier"):
+            _stream("*.jsonl.gz").open(5)
+
+
 def test_a_stream_without_a_line_is_refused() -> None:
     compress(Path("a.jsonl.gz"), b"\n\n")
     with pytest.raises(ConfigurationError, match="at least one document"):

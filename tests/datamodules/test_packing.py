@@ -90,6 +90,7 @@ def test_what_does_not_fit_is_refused(lengths: list[int]) -> None:
 
 
 def test_a_budget_that_padding_would_exceed_is_refused() -> None:
+    """SkyRL#2108, Megatron-Bridge#4598: padding to a multiple went beyond the budget of the row."""
     with pytest.raises(ConfigurationError, match="10 % 4 = 2"):
         pack_documents([_document([1])], 10, 4)
 

@@ -30,8 +30,8 @@ from tests.datamodules.helpers import data_module
 LENGTH = 8  # tokens of a document; a row holds four
 
 
-def _candidate(number: int, start: int = 0, length: int = 4) -> Candidate:
-    return Candidate(0, number, start, length, length - 1, None)
+def _candidate(number: int, start: int = 0, length: int = 4, record: int | None = None) -> Candidate:
+    return Candidate(0, number, start, length, length - 1, None, record_tokens=record or length)
 
 
 def _asked(rereads: Rereads) -> list[int]:
@@ -96,7 +96,7 @@ def test_documents_that_have_their_tokens_are_not_read_again() -> None:
 def test_the_pieces_of_a_record_are_read_together_and_let_go_one_by_one() -> None:
     items = [{"input_ids": list(range(10))}]
     reader = DocumentReader(data_module({"a": items})._training_settings().reader.sources, None, window=4)
-    pieces = [_candidate(0, 0, 4), _candidate(0, 4, 4), _candidate(0, 8, 2)]
+    pieces = [_candidate(0, 0, 4, 10), _candidate(0, 4, 4, 10), _candidate(0, 8, 2, 10)]
     rereads = Rereads(RowState(candidates=tuple(pieces)))
     request = rereads.request()
     assert request == Reread(0, 0, ((0, 4), (4, 8), (8, 10)))
@@ -112,13 +112,13 @@ def test_the_pieces_of_a_record_are_read_together_and_let_go_one_by_one() -> Non
     assert not rereads._left
 
 
-def test_a_record_that_became_shorter_gives_what_it_still_has() -> None:
+def test_a_record_of_another_length_gives_nothing() -> None:
     reader = DocumentReader(data_module({"a": [{"input_ids": [1] * 6}]})._training_settings().reader.sources, None, 4)
     pieces = reader.reread(0, 0, [(0, 4), (4, 8), (8, 10)])
-    assert isinstance(pieces.part(0, 4), Document)
-    assert isinstance(pieces.part(4, 6), Document)
-    assert pieces.part(4, 8) == "6 tokens instead of at least 8"
-    assert pieces.part(8, 10) == "6 tokens instead of at least 10"
+    assert isinstance(pieces.part(0, 4, 6), Document)
+    assert isinstance(pieces.part(4, 6, 6), Document)
+    assert pieces.part(4, 6, 10) == "6 tokens instead of 10"
+    assert pieces.part(0, 4, 5) == "6 tokens instead of 5"
 
 
 def _requests(rereads: Rereads, workers: int = 2) -> tuple[_Requests, Any]:
@@ -277,7 +277,7 @@ def test_the_pieces_of_a_long_document_come_from_one_reading(tmp_path: Path, wor
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("change", ["shorter", "bad"])
+@pytest.mark.parametrize("change", ["shorter", "longer", "bad"])
 def test_a_document_that_changed_is_an_error_when_its_row_is_planned(workers: int, change: str) -> None:
     saved, wanted = _stopped(60, 3, 20)
     changed = wanted[2][0]
@@ -285,7 +285,8 @@ def test_a_document_that_changed_is_an_error_when_its_row_is_planned(workers: in
     def tokenize(text: str) -> Any:
         if int(text) != changed:
             return [int(text)] * LENGTH
-        return [1] * (LENGTH - 1) if change == "shorter" else "no tokens"
+        lengths = {"shorter": LENGTH - 1, "longer": LENGTH + 1}
+        return [1] * lengths[change] if change in lengths else "no tokens"
 
     resumed = _resumed(saved, 60, 20, tokenize, num_workers=workers)
     for row in wanted[:2]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def _train(start: int | str | None = None, data: Any = None, **settings: Any) ->
 @pytest.mark.parametrize("kind", ["indexable", "stream"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_stops_give_the_rows_of_the_unbroken_run(kind: str, workers: int) -> None:
+    """ms-swift#4505, #4083: streams that are packed went on at the wrong place, or from the start, after a resume."""
+
     def data() -> Any:
         return data_module(_sources(kind), num_workers=workers)
 
@@ -121,6 +124,28 @@ def test_limited_batches_go_on_through_the_pass() -> None:
     assert limited.seen == whole.seen[:9]
 
 
+def test_lightning_does_not_say_that_the_data_cannot_be_resumed() -> None:
+    """With a number of batches it looks for the loader's own state, and warns where there is none. Here: an error."""
+    _train(limit_train_batches=4, max_epochs=1)
+    before = list(warnings.filters)
+    resumed = _train(3, limit_train_batches=4, max_epochs=2)
+    assert len(resumed.seen) == 5
+    assert list(warnings.filters) == before
+
+
+def test_a_resume_that_lightning_takes_for_finished_is_said() -> None:
+    whole = _train()
+
+    def run(start: str | None, **limits: int) -> Any:
+        at_end = ModelCheckpoint("steps", filename="end", save_on_train_epoch_end=True)
+        return _train(start, callbacks=[at_end], **limits).seen
+
+    assert run(None, max_steps=3, max_epochs=1) == whole.seen[:3]
+    with pytest.warns(UserWarning, match=r"Nothing will be trained: Lightning counts 1 whole epochs.*after 3 rows"):
+        assert run("end", max_steps=6, max_epochs=1) == []
+    assert run("end", max_steps=6, max_epochs=-1) == whole.seen[3:6]
+
+
 def test_another_number_of_workers_continues_alike() -> None:
     whole = _train(None, data_module(num_workers=2))
     resumed = _train(5, data_module(num_workers=0))
@@ -171,6 +196,17 @@ def test_another_order_is_refused(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match="order of documents") as caught:
         other.train_dataloader()
     assert named in str(caught.value)
+
+
+def test_a_stream_that_became_shorter_is_named() -> None:
+    data = data_module({"a": Stream(records(20))}, size=2)
+    rows = iter(data.train_dataloader())
+    for _ in range(4):
+        next(rows)
+    other = data_module({"a": Stream(records(5))}, size=2)
+    other.load_state_dict(data.state_dict())
+    with pytest.raises(DataError, match=r"data\.sources\.a` must have the records that were read before the stop"):
+        list(other.train_dataloader())
 
 
 def test_a_document_that_changed_is_named() -> None:

@@ -172,8 +172,18 @@ def test_a_tokenizer_that_fails_is_told(runtime: str, kind: type[Exception]) -> 
     data = data_module({"a": [{"text": "x"}] * 3}, tokenizer=_fails, runtime=runtime)
     with pytest.raises(kind, match="division or modulo by zero") as caught:
         next(iter(data.train_dataloader()))
+    place = "Raised for record "
     if runtime == "worker":
         assert "in _fails" in str(caught.value), "the traceback says where"
+        assert place in str(caught.value).partition("In the row process")[0]
+    else:
+        assert caught.value.__notes__[0].startswith(place)
+
+
+def test_a_tokenizer_that_fails_in_a_reading_process_names_the_record() -> None:
+    data = data_module({"a": [{"text": "x"}] * 3}, tokenizer=_fails, num_workers=1, shuffle=False)
+    with pytest.raises(ZeroDivisionError, match="Raised for record 0 of source 'a'"):
+        next(iter(data.train_dataloader()))
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

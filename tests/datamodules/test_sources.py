@@ -75,6 +75,13 @@ def test_files_that_cannot_be_read_are_named() -> None:
         source.read(0)
 
 
+@pytest.mark.parametrize("again", ["a.txt", "./a.txt"])
+def test_a_file_that_is_named_twice_is_refused(again: str) -> None:
+    Path("a.txt").write_text("a")
+    with pytest.raises(ConfigurationError, match=r"must name a file once.*raise the source's `weight`"):
+        open_source("a", ["a.txt", "*.txt", again])
+
+
 def test_a_path_may_be_a_list_and_takes_each_file_once() -> None:
     for name in ("b.txt", "a.txt", "c.txt"):
         Path(name).write_text(name)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
-from lightning_longctx import ConfigurationError, ExactTokenMean, LongContextFSDPStrategy
+from lightning_longctx import ConfigurationError, DynamicBatchingDataModule, ExactTokenMean, LongContextFSDPStrategy
 from lightning_longctx.strategies.agreement import check_equal_facts, package_versions, stable_text
 from lightning_longctx.strategies.checks import CheckingLauncher, run_facts
 from lightning_longctx.strategies.settings import ShardingSettings
@@ -65,6 +65,16 @@ def test_heads_that_do_not_divide_start_no_process(no_process):
     module.config = type("Config", (), {"num_attention_heads": 3})()
     with pytest.raises(ConfigurationError, match="3 / 2 leaves 1"):
         two_devices(sequence_parallel_size=2).fit(module)
+
+
+def test_sizes_of_the_data_that_do_not_divide_start_no_process(no_process):
+    data = DynamicBatchingDataModule({"a": [{"text": "a"}]}, max_seq_len=64, global_batch_tokens=192)
+    rule = "64 tokens x 2 data-parallel ranks = 128, but got 192 = 1 x 128 . 64"
+    for arguments in ((OwnModule(), data), (OwnModule(), None, None, data)):
+        with pytest.raises(ConfigurationError, match=rule):
+            two_devices().fit(*arguments)
+    with pytest.raises(AssertionError, match="a process was started"):
+        two_devices(sequence_parallel_size=2).fit(OwnModule(), data)  # one row of both
 
 
 def test_a_fine_run_is_launched(no_process):

@@ -112,6 +112,20 @@ def test_the_message() -> None:
     assert "shorten `data.max_seq_len`" in advice("backward", ALL_ON)
 
 
+def test_what_does_not_make_weights_smaller_is_not_advised_for_the_optimizer() -> None:
+    """No activation is left when the optimizer runs."""
+    text = advice("optimizer step", MemorySettings(8, heads=4))
+    assert "Try next" not in text
+    assert "sharding: {offload_parameters: true}" in text
+    copies = MemorySettings(8, data_parallel_replicate_size=2, heads=4)
+    assert "Try next: `data_parallel_replicate_size: 1`" in advice("optimizer step", copies)
+    offloaded = MemorySettings(8, sharding=ShardingSettings(offload_parameters=True))
+    assert advice("optimizer step", offloaded).splitlines()[1:3] == [
+        "Switched on: `sharding.offload_parameters: true`.",
+        "Parameters, gradients and optimizer states alone are too much: take more or larger devices.",
+    ]
+
+
 def test_the_innermost_phase_tells_once_below_the_original_message() -> None:
     outer, inner = (explaining(phase, MemorySettings) for phase in ("optimizer step", "backward"))
     with pytest.raises(torch.OutOfMemoryError) as raised, outer, inner:
@@ -180,4 +194,4 @@ def test_a_run_that_runs_out(phase: str) -> None:
     first, _, rest = text.partition("\n\n")
     assert "DefaultCPUAllocator" in first
     assert rest.startswith(f"LongContextFSDPStrategy: out of memory in the {phase}.\nSwitched on: nothing.")
-    assert "Try next: `activation_checkpointing: full`" in rest
+    assert ("Try next: `activation_checkpointing: full`" in rest) == (phase != "optimizer step")

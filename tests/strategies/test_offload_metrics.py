@@ -7,11 +7,12 @@ import re
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_longctx import ConfigurationError, LongContextFSDPStrategy, TrainingMetrics
 from tests.contracts.source import ROOT
-from tests.helpers.pool import run_ranks
+from tests.helpers.pool import RankError, run_ranks
 from tests.strategies.own_model import OwnModule
 
 pytestmark = pytest.mark.distributed
@@ -83,6 +84,94 @@ def test_report_and_keys_of_a_run():
 def test_a_run_that_moves_nothing_ends_with_the_reason(offload, words):
     with pytest.raises(Exception, match=re.escape(words)):
         run_ranks(_fit, 1, {"activation_offload": offload})
+
+
+class _ShortOnOneRank(OwnModule):
+    """Rank 1 gets rows of one short document."""
+
+    def __init__(self, lengths):
+        super().__init__()
+        self.lengths = lengths
+
+    def train_dataloader(self):
+        length = self.lengths[self.trainer.global_rank]
+        ids = torch.arange(length)[None] % 7
+        row = {
+            "input_ids": ids,
+            "shift_labels": torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1),
+            "position_ids": torch.arange(length)[None],
+            "source_ids": torch.zeros_like(ids),
+            "cu_seqlens": torch.tensor([0, length], dtype=torch.int32),
+            "max_seqlen": length,
+            "document_keys": torch.zeros(1, 2, dtype=torch.int64),
+            "loss_divisor": 64,
+        }
+        return torch.utils.data.DataLoader([row] * 4, batch_size=None, sampler=range(4))
+
+    def val_dataloader(self):
+        return []
+
+
+def _fit_short(lengths):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=LongContextFSDPStrategy(
+            activation_offload={"mode": "sync", "level": "all", "keep_last_blocks": 0, "min_tensor_mib": 0.002}
+        ),
+        max_steps=3,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(_ShortOnOneRank(lengths))
+    except ConfigurationError as error:
+        return str(error)
+    return trainer.global_step, trainer.strategy._offload.counters.bytes_out > 0
+
+
+def test_a_rank_whose_row_is_too_short_does_not_end_alone():
+    """Alone it would leave the others waiting for it."""
+    assert run_ranks(_fit_short, 2, (64, 8)) == [(3, True), (3, False)]
+    assert all("lower `min_tensor_mib`" in text for text in run_ranks(_fit_short, 2, (8, 8)))
+
+
+def _fit_twice(second):
+    module, first = OwnModule(), {"activation_offload": {**BASE, "level": "all", "keep_last_blocks": 0}}
+    moved = []
+    for options in (first, second or first):
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=LongContextFSDPStrategy(**options),
+            max_steps=2,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module)
+        moved.append(trainer.strategy.step_metrics()["offload/gib_out"])
+    return moved
+
+
+def test_a_second_strategy_goes_on_with_what_is_built_into_the_module():
+    ((first, second),) = run_ranks(_fit_twice, 1, None)
+    assert second == 2 * first > 0
+
+
+@pytest.mark.parametrize("second", [{"activation_checkpointing": "full"}, {"activation_offload": "none"}], ids=str)
+def test_a_second_strategy_whose_settings_would_do_nothing_is_refused(second):
+    with pytest.raises(RankError) as raised:
+        run_ranks(_fit_twice, 1, second)
+    (cause,) = raised.value.causes.values()
+    assert isinstance(cause, ConfigurationError)
+    assert "must stay what a module was sharded with" in str(cause)
 
 
 def test_every_field_is_in_the_table_of_the_page():

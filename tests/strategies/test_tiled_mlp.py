@@ -332,6 +332,15 @@ def test_settings_of_the_strategy():
     assert LongContextFSDPStrategy(tiled_mlp={"tiles": 4}).tiled_mlp == TiledMLP("auto", 4)
 
 
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number():
+    mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    apply_tiles(nn.ModuleList([mlp]), TiledMLP(["Sequential"], tiles=2))
+    x = torch.ones(2, 4, requires_grad=True)
+    (first,) = torch.autograd.grad(mlp(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.square().sum().backward()
+
+
 def test_a_whole_model_with_checkpointing_gives_the_same_gradients():
     torch.manual_seed(0)
     plain = hugging_face("llama").double()

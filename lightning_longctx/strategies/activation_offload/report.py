@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.activation_offload.settings import GIB, MIB, ActivationOffload
 
-__all__ = ["OffloadCounters", "check_moved", "describe"]
+__all__ = ["OffloadCounters", "describe", "refuse_nothing_moved"]
 
 #: Why a saved tensor stays on the device, as a report says it.
 REASONS = {
@@ -108,17 +109,15 @@ def _peak_line(peak: int | None, without: int) -> str:
     return f"device peak {_size(peak)}; at least {_size(without)} without offload (memory plus copies, estimated)"
 
 
-def check_moved(counters: OffloadCounters, settings: ActivationOffload) -> None:
+def refuse_nothing_moved(counters: OffloadCounters, settings: ActivationOffload) -> NoReturn:
     """Refuse an offload that moved nothing in a whole step.
 
     Raises:
-        ConfigurationError: zero bytes; the fix names the cause.
+        ConfigurationError: the fix names the cause.
     """
-    if counters.bytes_out == 0:
-        rule = "must move something, or it only costs"
-        raise ConfigurationError(
-            "strategy.activation_offload", rule, "0 bytes in the first step", _cause(counters, settings)
-        )
+    rule = "must move something, or it only costs"
+    cause = _cause(counters, settings)
+    raise ConfigurationError("strategy.activation_offload", rule, "0 bytes in the first step", cause)
 
 
 def _cause(counters: OffloadCounters, settings: ActivationOffload) -> str:

@@ -85,7 +85,10 @@ class ActivationOffload:
         if isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= _MAX_BLOCKS:
             rule = f"must be a whole number from 0 to {_MAX_BLOCKS}"
             raise ConfigurationError(f"{_FIELD}.keep_last_blocks", rule, repr(blocks), "1 is the default.")
-        if self.modules is not None and (isinstance(self.modules, str) or not self.modules):
+        if not isinstance(self.strict, bool):
+            raise ConfigurationError(f"{_FIELD}.strict", "must be true or false", repr(self.strict), "Write `false`.")
+        named = isinstance(self.modules, (list, tuple)) and all(isinstance(entry, str) for entry in self.modules)
+        if self.modules is not None and not (named and self.modules):
             fix = "Write a list such as [LlamaDecoderLayer] or [model.layers.*]."
             raise ConfigurationError(
                 f"{_FIELD}.modules", "must be a list of names or patterns", repr(self.modules), fix

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,7 +19,7 @@ from lightning_longctx.strategies.activation_offload.blocks import attach
 from lightning_longctx.strategies.activation_offload.host_memory import host_limit
 from lightning_longctx.strategies.activation_offload.offloader import Offloader
 from lightning_longctx.strategies.activation_offload.policy import checkpoint_contexts
-from lightning_longctx.strategies.activation_offload.report import OffloadCounters, check_moved, describe
+from lightning_longctx.strategies.activation_offload.report import OffloadCounters, describe, refuse_nothing_moved
 from lightning_longctx.strategies.activation_offload.settings import ActivationOffload, OffloadMode, as_offload
 from lightning_longctx.strategies.activation_offload.virtual import VirtualBackend
 from lightning_longctx.strategies.matching import match_modules
@@ -122,16 +123,19 @@ class RunningOffload:
             raise ConfigurationError(_FIELD, "needs repeated blocks", f"{type(module).__name__} without any", fix)
         return attach(module, chosen, self._offloader)
 
-    def watch(self, optimizers: Iterable[Optimizer], say: Callable[[str], None]) -> None:
+    def watch(
+        self, optimizers: Iterable[Optimizer], say: Callable[[str], None], group: dist.ProcessGroup | None = None
+    ) -> None:
         """Report after the first step.
 
         Args:
-            optimizers: one of them steps first.
+            optimizers: one of them steps first, on all ranks the same.
             say: takes the report.
+            group: CPU group of the ranks, which raise together or not at all; None for one.
         """
 
         def after_step(*_: Any) -> None:
-            text = self.report()
+            text = self.report(group)
             if text is not None:
                 say(text)
 
@@ -143,6 +147,7 @@ class RunningOffload:
         """Offload whatever is saved inside; see :func:`offload_activations`."""
         if module is not None:
             self._offloader.weights.add(module.modules())
+        self.counters.calls += 1
         with self._offloader.hooks(None):
             yield
 
@@ -154,17 +159,21 @@ class RunningOffload:
         """
         return partial(checkpoint_contexts, policy, self._offloader)
 
-    def report(self) -> str | None:
+    def report(self, group: dist.ProcessGroup | None = None) -> str | None:
         """The report after the first step; None later.
 
+        Args:
+            group: CPU group of ranks that all ask at this point; None for one.
+
         Raises:
-            ConfigurationError: nothing moved.
+            ConfigurationError: nothing moved, on none of these ranks.
         """
         if self._reported:
             return None
         self._reported = True
         self._offloader.watching = False
-        check_moved(self.counters, self.settings)
+        if not _any_moved(self.counters.bytes_out, group):
+            refuse_nothing_moved(self.counters, self.settings)
         host = (self._arena.peak, self._arena.limit)
         waited, peak = self._backend.waited_seconds(), self._backend.peak_allocated()
         return describe(self.counters, self.settings, host, waited, peak)
@@ -222,6 +231,14 @@ def offload_activations(
     running = RunningOffload(settings, torch.device(device), backend=backend)
     with running.everywhere(module):
         yield running
+
+
+def _any_moved(nbytes: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether some rank moved something: the row of one may be too short, and it must not end alone."""
+    most = torch.tensor([nbytes])
+    if group is not None:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return bool(most)
 
 
 def _without_blocks(settings: ActivationOffload) -> ActivationOffload | None:

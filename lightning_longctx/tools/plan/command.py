@@ -113,7 +113,7 @@ def _advice(switches: Sequence[Switch] | None) -> str:
 
 def _notes(run: Run, variants: Sequence[Variant]) -> list[str]:
     settings, tokens = run.settings, run.step.tokens
-    notes = []
+    notes = list(run.notes)
     if settings.heads is not None:
         sizes = possible_sp_sizes(settings.world_size, settings.heads, settings.data_parallel_replicate_size)
         notes.append(

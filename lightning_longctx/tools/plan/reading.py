@@ -18,9 +18,12 @@ from lightning_longctx.strategies.mesh import check_world
 from lightning_longctx.strategies.ulysses import check_heads
 from lightning_longctx.tools.configuration import RunConfiguration
 from lightning_longctx.tools.plan.options import PlanOptions
+from lightning_longctx.tools.plan.shell import group_experts
 from lightning_longctx.tools.plan.step import Step
 
 __all__ = ["Run", "read_run"]
+
+_GROUPED = "Experts that run one by one (`experts_implementation: eager`) are simulated as grouped products."
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Run:
         step: row and precision.
         ranks_per_node: processes that share a host.
         model_class: where settings of the model are written.
+        notes: what is simulated otherwise than it runs.
     """
 
     template: LightningModule
@@ -40,6 +44,7 @@ class Run:
     step: Step
     ranks_per_node: int
     model_class: str
+    notes: tuple[str, ...] = ()
 
 
 def read_run(configuration: RunConfiguration, options: PlanOptions) -> Run:
@@ -52,6 +57,7 @@ def read_run(configuration: RunConfiguration, options: PlanOptions) -> Run:
         template = configuration.build("model")
         shapes = getattr(template, "configure_shapes", template.configure_model)
         shapes()
+    notes = (_GROUPED,) if group_experts(template) else ()
     sections = configuration.settings
     trainer: Mapping[str, Any] = sections.get("trainer") or {}
     strategy = _strategy(configuration.build("strategy"))
@@ -69,7 +75,7 @@ def read_run(configuration: RunConfiguration, options: PlanOptions) -> Run:
         trainer.get("accelerator") != "cpu",
     )
     model: Mapping[str, Any] = sections.get("model") or {}
-    return Run(template, settings, step, per_node, str(model.get("class_path", type(template).__name__)))
+    return Run(template, settings, step, per_node, str(model.get("class_path", type(template).__name__)), notes)
 
 
 def _strategy(strategy: Any) -> LongContextFSDPStrategy:
@@ -79,9 +85,6 @@ def _strategy(strategy: Any) -> LongContextFSDPStrategy:
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         fix = "Write `trainer: {strategy: longctx_fsdp}`; what others need is not known here."
         raise ConfigurationError("trainer.strategy", "must be LongContextFSDPStrategy", name, fix)
-    if strategy.sharding.offload_parameters:
-        fix = "Plan without it: parameters, gradients and optimizer states then leave the device, the rest stays."
-        raise ConfigurationError("strategy.sharding.offload_parameters", "is not simulated", True, fix)
     return strategy
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations, product
 from typing import Any
 
 from lightning_longctx.strategies.memory import MemorySettings, Switch, next_switches
@@ -106,18 +106,34 @@ class Planner:
         return low[0]
 
     def smallest_fit(self, settings: MemorySettings) -> list[Switch] | None:
-        """The fewest switches that make the configured row fit, the cheaper ones first; None if all together do not."""
+        """The fewest switches that make the configured row fit, the cheaper ones first; None if all together do not.
+
+        What does not fit without a switch, whatever else is on, needs it; and where the largest of its alternatives is
+        not enough, the smaller ones are not tried. So a few simulations take the place of all combinations.
+        """
         if self.fits(settings):
             return []
         switches = next_switches(settings)
         kinds, everything = _by_key(switches), last_of_each(switches)
         if not kinds or not self.fits(combine(settings, everything)):
             return None
-        for size in range(1, len(kinds) + 1):
-            for chosen in _sets(kinds, size):
-                if self.fits(combine(settings, chosen)):
-                    return list(chosen)
+        needed = {place for place in range(len(kinds)) if self._needs(settings, everything, place)}
+        sizes = range(max(len(needed), 1), len(kinds) + 1)
+        for places in chain.from_iterable(combinations(range(len(kinds)), size) for size in sizes):
+            found = self._cheapest(settings, [kinds[place] for place in places]) if needed <= {*places} else None
+            if found is not None:
+                return found
         return everything
+
+    def _needs(self, settings: MemorySettings, everything: Sequence[Switch], place: int) -> bool:
+        others = [switch for number, switch in enumerate(everything) if number != place]
+        return not self.fits(combine(settings, others))
+
+    def _cheapest(self, settings: MemorySettings, kinds: Sequence[Sequence[Switch]]) -> list[Switch] | None:
+        """The first fitting choice of one switch of each kind; None if the last of each together do not fit."""
+        if not self.fits(combine(settings, [choices[-1] for choices in kinds])):
+            return None
+        return next(list(chosen) for chosen in product(*kinds) if self.fits(combine(settings, chosen)))
 
 
 def _next_length(seen: Sequence[tuple[int, int]], low: tuple[int, int], high: tuple[int, int]) -> float:
@@ -175,17 +191,3 @@ def _by_key(switches: Sequence[Switch]) -> list[list[Switch]]:
     for switch in switches:
         kinds.setdefault(tuple(switch.changes), []).append(switch)
     return list(kinds.values())
-
-
-def _sets(kinds: Sequence[Sequence[Switch]], size: int) -> Iterator[tuple[Switch, ...]]:
-    for chosen in combinations(kinds, size):
-        yield from _one_of_each(chosen)
-
-
-def _one_of_each(kinds: Sequence[Sequence[Switch]]) -> Iterator[tuple[Switch, ...]]:
-    if not kinds:
-        yield ()
-        return
-    for switch in kinds[0]:
-        for rest in _one_of_each(kinds[1:]):
-            yield (switch, *rest)

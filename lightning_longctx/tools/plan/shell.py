@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.initialization import get_tensor, meta_names, set_tensor
 
-__all__ = ["block_list", "imagined_batch", "known_bounds", "loss_of", "materialize", "optimizers_of"]
+__all__ = ["block_list", "group_experts", "imagined_batch", "known_bounds", "loss_of", "materialize", "optimizers_of"]
 
 
 def block_list(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.ModuleList | None:
@@ -28,6 +28,24 @@ def block_list(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.ModuleList 
         if isinstance(child, nn.ModuleList) and list(child) == list(blocks):
             return child
     return None
+
+
+def group_experts(module: nn.Module) -> bool:
+    """Let experts that run one after another (Hugging Face's ``eager``) run as grouped products, in place.
+
+    Which tokens each of them gets is known in a run only; together they hold the same.
+
+    Returns:
+        Whether there were any.
+    """
+    found = False
+    for child in module.modules():
+        one_by_one = getattr(getattr(child, "config", None), "_experts_implementation", None) == "eager"
+        able: Any = getattr(child, "_can_set_experts_implementation", None)
+        if one_by_one and able is not None and able():
+            child.set_experts_implementation("grouped_mm")  # type: ignore[operator]  # a Hugging Face model
+            found = True
+    return found
 
 
 def materialize(module: nn.Module, name: str, unit: nn.Module) -> None:

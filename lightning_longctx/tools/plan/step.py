@@ -33,7 +33,7 @@ from lightning_longctx.tools.plan.shell import (
     materialize,
     optimizers_of,
 )
-from lightning_longctx.tools.plan.storages import Segment, StorageCounter
+from lightning_longctx.tools.plan.storages import HOST, Segment, StorageCounter
 from lightning_longctx.tools.plan.stub import attach_trainer
 from lightning_longctx.tools.plan.switches import prepare_blocks
 from lightning_longctx.tools.plan.world import World, imagined_layout, imagined_world
@@ -128,7 +128,11 @@ def _run(
     with counter.filling("gradients"):
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    _update(optimizers, counter)
+    states = "optimizer"
+    if settings.sharding.offload_parameters:
+        states = HOST
+        _move_shards(module, counter)
+    _update(optimizers, counter, states)
     batch = imagined_batch(step.tokens, settings.sequence_parallel_size)
     counter.mark("forward")
     loss = loss_of(module.training_step(batch, 0))
@@ -139,7 +143,7 @@ def _run(
     loss.backward()
     del loss
     counter.mark("optimizer")
-    _update(optimizers, counter)
+    _update(optimizers, counter, states)
 
 
 def _shard(
@@ -184,8 +188,23 @@ def _count_gradients(module: LightningModule, blocks: Sequence[nn.Module], count
         block.register_forward_pre_hook(hook)
 
 
-def _update(optimizers: Sequence[Optimizer], counter: StorageCounter) -> None:
-    with counter.filling("optimizer"):
+def _move_shards(module: nn.Module, counter: StorageCounter) -> None:
+    """Count shards of parameters, and those of their gradients from when they are reduced, as FSDP2 keeps them then."""
+
+    def note(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            counter.count(parameter.grad, HOST)
+
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            counter.count(parameter, HOST)
+            note(parameter)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+
+def _update(optimizers: Sequence[Optimizer], counter: StorageCounter, category: str) -> None:
+    with counter.filling(category):
         for optimizer in optimizers:
             optimizer.step()
 

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["CATEGORIES", "Segment", "StorageCounter"]
+__all__ = ["CATEGORIES", "HOST", "Segment", "StorageCounter"]
 
+#: Instead of a category: not on the device.
+HOST = "host"
 #: What device memory is for, in the order of the tables.
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "exchange")
 
@@ -53,10 +55,10 @@ class Segment:
 class _Storage:
     """Bytes of one storage and what they are for."""
 
-    __slots__ = ("category", "nbytes", "on_host", "ref")
+    __slots__ = ("category", "nbytes", "ref")
 
-    def __init__(self, nbytes: int, category: str, on_host: bool) -> None:
-        self.nbytes, self.category, self.on_host = nbytes, category, on_host
+    def __init__(self, nbytes: int, category: str) -> None:
+        self.nbytes, self.category = nbytes, category
         self.ref: weakref.ref[Any] | None = None
 
 
@@ -70,7 +72,7 @@ class StorageCounter(TorchDispatchMode):
     Attributes:
         segments: finished and running ones, in order.
         live: bytes on the device by category, now.
-        host: bytes on the ``meta`` device, which stands for host memory, now.
+        host: bytes in host memory, now: on the ``meta`` device, which stands for it, or counted as :data:`HOST`.
         largest: elements and shape of the largest tensor that was made.
     """
 
@@ -172,7 +174,7 @@ class StorageCounter(TorchDispatchMode):
         key = storage._cdata
         known = self._known.get(key)
         if known is None:
-            known = _Storage(0, category or self._category(tensor), kind == "meta" != self._device)
+            known = _Storage(0, HOST if kind == "meta" != self._device else category or self._category(tensor))
             known.ref = weakref.ref(storage, lambda _, key=key: self._gone(key))  # type: ignore[misc]
             self._known[key] = known
             self._change(known, storage.nbytes())
@@ -208,7 +210,7 @@ class StorageCounter(TorchDispatchMode):
 
     def _change(self, known: _Storage, nbytes: int) -> None:
         difference, known.nbytes = nbytes - known.nbytes, nbytes
-        if known.on_host:
+        if known.category == HOST:
             self.host += difference
             self.segments[-1].host = max(self.segments[-1].host, self.host)
             return

@@ -10,7 +10,7 @@ import torch
 
 from lightning_longctx import ConfigurationError, LongContextFSDPStrategy
 from lightning_longctx.strategies.activation_offload import ActivationOffload, as_offload, offload_activations
-from lightning_longctx.strategies.activation_offload.report import OffloadCounters, check_moved, describe
+from lightning_longctx.strategies.activation_offload.report import OffloadCounters, describe, refuse_nothing_moved
 from lightning_longctx.strategies.activation_offload.settings import GIB, MIB
 from lightning_longctx.strategies.activation_offload.setup import backend_for
 from lightning_longctx.strategies.activation_offload.virtual import VirtualBackend
@@ -57,6 +57,8 @@ def test_both_modes_at_once_are_refused(value):
         ({"host_limit_gib": 0}, "must be positive"),
         ({"modules": "LlamaDecoderLayer"}, "must be a list"),
         ({"modules": []}, "must be a list"),
+        ({"modules": [3]}, "must be a list"),
+        ({"strict": "no"}, "strict"),
         (3, "activation_offload"),
     ],
     ids=str,
@@ -194,11 +196,18 @@ CAUSES = {
 }
 
 
+def test_a_context_in_which_nothing_moves_says_why():
+    with offload_activations("sync") as offload:
+        torch.ones(8, requires_grad=True).sin().exp().sum().backward()
+    with pytest.raises(ConfigurationError, match=r"0 bytes.*lower `min_tensor_mib`"):
+        offload.report()
+
+
 @pytest.mark.parametrize("words", CAUSES)
 def test_zero_bytes_are_an_error_that_says_why(words):
     counters, changes = CAUSES[words]
     with pytest.raises(ConfigurationError, match="0 bytes in the first step") as caught:
-        check_moved(counters, settings(**changes))
+        refuse_nothing_moved(counters, settings(**changes))
     assert words in str(caught.value)
 
 

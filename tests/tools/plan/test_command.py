@@ -115,5 +115,3 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys: pytest.CaptureFixtur
     assert "must be LongContextFSDPStrategy, but got ddp" in _refused(capsys, "--device-gb", "80")
     _config({"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 3}})
     assert "must divide the number of processes" in _refused(capsys, "--device-gb", "80")
-    _config({"class_path": "LongContextFSDPStrategy", "init_args": {"sharding": {"offload_parameters": True}}})
-    assert "offload_parameters` is not simulated" in _refused(capsys, "--device-gb", "80")

@@ -16,6 +16,7 @@ from lightning_longctx import ConfigurationError
 from lightning_longctx.integrations import CausalLMModule
 from lightning_longctx.strategies import LongContextFSDPStrategy
 from lightning_longctx.tools.plan.peaks import phase_peaks
+from lightning_longctx.tools.plan.shell import group_experts
 from lightning_longctx.tools.plan.step import Step
 from lightning_longctx.tools.plan.storages import StorageCounter
 from tests.helpers.pool import run_ranks
@@ -170,6 +171,24 @@ def test_parts_of_a_sharded_model_by_hand() -> None:
         assert sum(phase.parts.values()) == phase.peak
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "accumulate"), [("32-true", 1), ("bf16-mixed", 2)])
+def test_offloaded_parameters_are_on_the_host_and_the_rest_stays(precision: str, accumulate: int) -> None:
+    module, step = shapes(SHALLOW), Step(1024, precision, accumulate)
+    shard = sum(parameter.numel() for parameter in module.parameters())  # bytes, on four ranks
+    plain, moved = (
+        phase_peaks(module, settings(module, 4, sharding={"offload_parameters": offload}), step)
+        for offload in (False, True)
+    )
+    assert moved.host == pytest.approx(4 * shard, rel=0.1)  # weights, gradients, two states; and what a step needs
+    for before, after in zip(plain.phases, moved.phases, strict=True):
+        assert after.parts["optimizer"] == 0
+        assert after.parts["parameters"] < 0.1 * before.parts["parameters"]  # buffers
+        assert after.parts["activations"] == pytest.approx(before.parts["activations"], rel=0.1)
+    assert moved.phases[0].parts["gradients"] == 0, "of the last step"
+    assert moved.phases[-1].peak < 0.1 * plain.phases[-1].peak
+
+
 def test_accumulation_keeps_gradients_through_backward() -> None:
     module = shapes(SHALLOW)
     once, several = (phase_peaks(module, settings(module), Step(256, accumulate=count)) for count in (1, 2))
@@ -190,6 +209,17 @@ def test_experts(precision: str) -> None:
     found = phase_peaks(module, settings(module, 2), Step(1024, precision))
     count = sum(parameter.numel() for parameter in module.parameters())
     assert found.phases[0].parts["parameters"] == pytest.approx(4 * count / 2, rel=0.02)
+
+
+@pytest.mark.slow
+def test_experts_one_by_one_are_simulated_as_grouped_products() -> None:
+    grouped, eager = shapes("tiny-qwen3-moe"), shapes("tiny-qwen3-moe")
+    eager.model.set_experts_implementation("eager")
+    assert group_experts(eager)
+    assert not group_experts(grouped)
+    assert not group_experts(shapes(SHALLOW))
+    peaks = [phase_peaks(module, settings(module, 2), Step(512)).peak for module in (grouped, eager)]
+    assert peaks[0] == peaks[1]
 
 
 class Looks(OwnModule):

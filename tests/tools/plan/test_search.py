@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations, product
+from random import Random
 from typing import Any
 
 import pytest
 
-from lightning_longctx.strategies.memory import MemorySettings, next_switches
+from lightning_longctx.strategies.memory import MemorySettings, Switch, next_switches
 from lightning_longctx.tools.plan import search
 from lightning_longctx.tools.plan.peaks import Peaks
 from lightning_longctx.tools.plan.reading import Run
@@ -79,6 +81,39 @@ def test_a_smaller_set_goes_first_and_a_cheaper_one_of_its_size(monkeypatch: pyt
     assert found.smallest_fit(found.run.settings) == []
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_fewest_switches_are_found_without_trying_all(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Against all combinations, for models of memory in which no switch costs any."""
+    saves = Random(seed)
+    weights = {name: saves.randint(0, 30) for name in ("checkpointing", "parallel", "offload", "tiles")}
+
+    def need(wanted: MemorySettings, tokens: int) -> int:
+        saved = weights["checkpointing"] * (wanted.activation_checkpointing.mode == "full")
+        saved += weights["parallel"] * (wanted.sequence_parallel_size - 1) // 4
+        saved += weights["offload"] * wanted.is_offloaded + weights["tiles"] * wanted.is_tiled
+        return (74 + (seed * 7) % 60 - saved) * GIB
+
+    tried, brute = (planner(monkeypatch, need) for _ in range(2))
+    base = tried.run.settings
+    kinds: dict[str, list[Switch]] = {}
+    for switch in next_switches(base):
+        kinds.setdefault(next(iter(switch.changes)), []).append(switch)
+    wanted = next(
+        (
+            [switch.name for switch in chosen]
+            for size in range(len(kinds) + 1)
+            for some in combinations(kinds.values(), size)
+            for chosen in product(*some)
+            if brute.fits(combine(base, chosen))
+        ),
+        None,
+    )
+    found = tried.smallest_fit(base)
+    assert (None if found is None else [switch.name for switch in found]) == wanted
+    assert len(tried._known) <= len(brute._known) + 6
+    assert len(tried._known) <= 20
+
+
 def test_host_memory_of_a_node_can_be_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     fits, not_quite = (
         planner(monkeypatch, lambda *_: GIB, tokens=4096, host_bytes=size) for size in (8 * 4096, 8 * 4096 - 1)
@@ -89,7 +124,8 @@ def test_host_memory_of_a_node_can_be_what_is_missing(monkeypatch: pytest.Monkey
 
 def test_changes_add_up() -> None:
     base = MemorySettings(8, heads=8)
-    first, last = next_switches(base)[0], next_switches(base)[-1]
+    switches = {switch.name: switch for switch in next_switches(base)}
+    first, last = switches["activation_checkpointing: full"], switches["sequence_parallel_size: 8"]
     both = combine(base, [last, first])
     assert both == combine(base, [first, last])
     assert both.sequence_parallel_size == 8
