@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 
     from lightning_longctx.strategies.fsdp2 import LongContextFSDPStrategy
 
-__all__ = ["CheckingLauncher", "check_callbacks", "check_manual_optimization", "run_facts", "warn_of_crossings"]
+__all__ = [
+    "CheckingLauncher",
+    "check_callbacks",
+    "check_manual_optimization",
+    "check_sharded_before",
+    "run_facts",
+    "warn_of_crossings",
+]
+
+# Where a sharded module keeps the settings that it was sharded with.
+_SHARDED_WITH = "_longctx_sharded_with"
 
 # Settings of the Trainer that change how ranks meet.
 _TRAINER_SETTINGS = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
@@ -79,15 +89,42 @@ def run_facts(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> 
         **{f"version of {name}": text for name, text in package_versions().items()},
         "trainer.strategy": type(strategy).__name__,
         "strategy.sequence_parallel_size": strategy.sequence_parallel_size,
-        "strategy.data_parallel_replicate_size": strategy.data_parallel_replicate_size,
-        "strategy.activation_checkpointing": stable_text(strategy.activation_checkpointing),
-        "strategy.activation_offload": stable_text(strategy.activation_offload),
-        "strategy.tiled_mlp": stable_text(strategy.tiled_mlp),
-        "strategy.sharding": stable_text(strategy.sharding),
+        **_lasting_settings(strategy),
         **{f"trainer.{name}": getattr(module.trainer, name) for name in _TRAINER_SETTINGS},
         "model": type(module).__name__,
         "the model's hyperparameters": stable_text(module.hparams),
     }
+
+
+def _lasting_settings(strategy: LongContextFSDPStrategy) -> dict[str, str]:
+    """Settings that sharding builds into a module, so that a later fit of it cannot change them."""
+    return {
+        "strategy.data_parallel_replicate_size": str(strategy.data_parallel_replicate_size),
+        "strategy.activation_checkpointing": stable_text(strategy.activation_checkpointing),
+        "strategy.activation_offload": stable_text(strategy.activation_offload),
+        "strategy.tiled_mlp": stable_text(strategy.tiled_mlp),
+        "strategy.sharding": stable_text(strategy.sharding),
+    }
+
+
+def check_sharded_before(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> None:
+    """Refuse to run a module that was sharded with other settings: they would be without effect.
+
+    Args:
+        module: sharded; one that was sharded elsewhere passes.
+        strategy: the running one.
+
+    Raises:
+        ConfigurationError: the first setting that differs.
+    """
+    now = {**_lasting_settings(strategy), "trainer.precision": str(strategy.precision_plugin.precision)}
+    then: Mapping[str, str] = getattr(module, _SHARDED_WITH, now)
+    for name, value in now.items():
+        if then[name] != value:
+            fix = "Build a new module for a run with other settings, and load a checkpoint of this one."
+            got = f"{value} where the module was sharded with {then[name]}"
+            raise ConfigurationError(name, "must stay as it was when the module was sharded", got, fix)
+    setattr(module, _SHARDED_WITH, now)
 
 
 def warn_of_crossings(world_size: int, sequence_parallel_size: int, ranks_per_node: int) -> None:

@@ -36,6 +36,7 @@ from lightning_longctx.strategies.checks import (
     CheckingLauncher,
     check_callbacks,
     check_manual_optimization,
+    check_sharded_before,
     run_facts,
     warn_of_crossings,
 )
@@ -94,8 +95,9 @@ class LongContextFSDPStrategy(ExactSteps):
     Raises:
         ConfigurationError: sizes that do not divide (when the Trainer is built), heads that do not divide or callbacks
             that cannot work (before any process is started, where the model is known), a precision other than 32-true,
-            bf16-true and bf16-mixed, ranks with other settings, versions or initial parameters, several optimizers in
-            manual optimization, a packed step without ``per_token_loss`` at sp > 1, a model that never exchanged.
+            bf16-true and bf16-mixed, ranks with other settings, versions or initial parameters, a module that was
+            sharded with other settings before, several optimizers in manual optimization, a packed step without
+            ``per_token_loss`` at sp > 1, a model that never exchanged.
 
     Example:
         >>> import lightning as L
@@ -251,6 +253,7 @@ class LongContextFSDPStrategy(ExactSteps):
         self.check_model(module)
         if not isinstance(module, FSDPModule):
             self._shard(module)
+        check_sharded_before(module, self)
         assert isinstance(module, FSDPModule)
         module.reshard()  # an evaluation may have left the root gathered
         module.set_requires_gradient_sync(True)  # an interrupted fit may have stopped between micro-batches
