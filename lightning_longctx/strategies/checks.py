@@ -25,6 +25,7 @@ __all__ = [
     "check_callbacks",
     "check_manual_optimization",
     "check_sharded_before",
+    "data_facts",
     "run_facts",
     "warn_of_crossings",
 ]
@@ -93,7 +94,23 @@ def run_facts(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> 
         **{f"trainer.{name}": getattr(module.trainer, name) for name in _TRAINER_SETTINGS},
         "model": type(module).__name__,
         "the model's hyperparameters": stable_text(module.hparams),
+        "data": type(_data_module(module)).__name__,
     }
+
+
+def data_facts(module: pl.LightningModule) -> dict[str, object]:
+    """Return what a data module says of itself in ``run_facts()``, where it has that method.
+
+    Ranks with other rows would divide by other numbers, or read documents twice. Names depend on the data module's
+    class, which :func:`run_facts` holds: compare that first.
+    """
+    facts: dict[str, object] = getattr(_data_module(module), "run_facts", dict)()
+    return {name: stable_text(value) for name, value in facts.items()}
+
+
+def _data_module(module: pl.LightningModule) -> pl.LightningDataModule | None:
+    found: pl.LightningDataModule | None = getattr(module.trainer, "datamodule", None)
+    return found
 
 
 def _lasting_settings(strategy: LongContextFSDPStrategy) -> dict[str, str]:

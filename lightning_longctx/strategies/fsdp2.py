@@ -37,6 +37,7 @@ from lightning_longctx.strategies.checks import (
     check_callbacks,
     check_manual_optimization,
     check_sharded_before,
+    data_facts,
     run_facts,
     warn_of_crossings,
 )
@@ -236,6 +237,7 @@ class LongContextFSDPStrategy(ExactSteps):
         if self._layout is None:
             world = dist.group.WORLD if self.world_size > 1 else None
             check_equal_facts(run_facts(self.lightning_module, self), world, self.root_device)
+            check_equal_facts(data_facts(self.lightning_module), world, self.root_device)
             sizes = (self.sequence_parallel_size, self.data_parallel_replicate_size)
             self._layout = build_layout(self.root_device.type, *sizes)
             warn_of_crossings(self.world_size, self.sequence_parallel_size, self.num_processes)
