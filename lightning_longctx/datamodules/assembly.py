@@ -46,6 +46,20 @@ class RowAssembly:
     loading: LoadingSettings
     tokenize: Tokenize | None
 
+    def facts(self) -> dict[str, object]:
+        """Settings that decide which documents come, in which rows, by the names that users know."""
+        validation = [] if self.validation is None else self.validation
+        # How rows are made in time may differ between machines; what they are may not.
+        loading = replace(self.loading, num_workers=0, runtime="main")
+        return {
+            "data.sources": [(source.name, source.weight) for source in self.sources],
+            "data.validation_sources": [(source.name, source.weight) for source in validation],
+            "data.max_seq_len": self.max_seq_len,
+            "data.micro_batch_size": self.max_tokens_per_batch // self.max_seq_len,
+            "data.packing": self.packing,
+            "data.loading": loading,
+        }
+
     def training(self, sp_size: int, vocab_size: int | None, accumulate: int) -> RowSettings:
         """Settings of training rows.
 

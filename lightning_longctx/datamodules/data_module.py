@@ -113,16 +113,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             check_tokenizer(every, tokenize)
         extra = [source.name for source in validation or [] if source.name not in sources]
         self.source_names = [*map(str, sources), *extra]
-        self._assembly = RowAssembly(
-            opened,
-            validation,
-            tuple(self.source_names),
-            self.max_seq_len,
-            self.max_tokens_per_batch,
-            packing,
-            loading,
-            tokenize,
-        )
+        names, sizes = tuple(self.source_names), (self.max_seq_len, self.max_tokens_per_batch)
+        self._assembly = RowAssembly(opened, validation, names, *sizes, packing, loading, tokenize)
         self.packing_facts = PackingFacts(
             self.max_seq_len,
             micro_batch_size,
@@ -160,6 +152,11 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         if self._global_batch_tokens is None:
             return None
         return accumulation(self._global_batch_tokens, self.max_tokens_per_batch, dp_size)
+
+    def run_facts(self) -> dict[str, object]:
+        """Settings that every rank must share, by name: a strategy compares them before the first step."""
+        policy = {"data.buffer_policy": type(self._policy).__name__}
+        return {**self._assembly.facts(), **policy, "data.global_batch_tokens": self._global_batch_tokens}
 
     # -- Lightning's hooks ---------------------------------------------------------------------------------------------
 

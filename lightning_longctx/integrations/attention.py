@@ -22,6 +22,7 @@ from lightning_longctx.batch import PackedSequence
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import require_transformers
 from lightning_longctx.strategies.attention import AUTO, CORES
+from lightning_longctx.strategies.refusals import LAYER_TYPES
 from lightning_longctx.strategies.ulysses import running_exchange, ulysses_attention
 
 require_transformers()
@@ -129,7 +130,7 @@ def longctx_attention(
 
     Raises:
         ConfigurationError: no ``packed_sequence``, positions that are not those of the documents, or an argument that
-            the core does not implement.
+            the core does not implement, or a kind of layer that it does not.
     """
     name = type(module).__name__
     if packed_sequence is None:
@@ -143,6 +144,7 @@ def longctx_attention(
         packed_sequence.windows.append(window)
         return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
     if module not in _positions_seen:
+        _check_layer(module, window)
         _check_positions(name, kwargs.get("position_ids"), packed_sequence)
         _positions_seen.add(module)
     out = ulysses_attention(query, key, value, packed_sequence, scale=scaling, window=window, core=core)
@@ -188,6 +190,21 @@ def _check_arguments(module: nn.Module, mask: Tensor | None, dropout: float, oth
             got = others[argument]
             shown = f"a tensor {list(got.shape)}" if isinstance(got, Tensor) else got
             _refuse(name, f"takes no `{argument}`", shown, fix)
+
+
+def _check_layer(module: nn.Module, window: int | None) -> None:
+    """Refuse a layer that restricts attention by its mask alone: with this attention there is none."""
+    config = getattr(module, "config", None)
+    kinds, place = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", None)
+    if not isinstance(place, int) or place >= len(kinds):
+        return
+    size = getattr(config, "sliding_window", None)
+    if kinds[place] not in LAYER_TYPES:
+        got = f"a layer of `{kinds[place]}`"
+        _refuse(type(module).__name__, "must be full or sliding attention", got, "Take another model.")
+    if kinds[place] == "sliding_attention" and size is not None and window is None:
+        got = f"a window of {size} in the configuration and none in the call"
+        _refuse(type(module).__name__, "must get its sliding window with the call", got, "Take another model.")
 
 
 def _check_positions(name: str, positions: Tensor | None, packed: PackedSequence) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import require_transformers
 from lightning_longctx.integrations.presets import PRESETS
+from lightning_longctx.strategies.refusals import LAYER_TYPES
 from lightning_longctx.units import parse_token_count
 
 require_transformers()
@@ -35,9 +36,6 @@ _UNDECLARED_KEYS = {"head_dim"}
 # Rotary factors that are the same for every row, or can be made so (`longrope`: see rotary.py). `dynamic` changes them
 # with the largest position seen, which differs between shards of a row and between a long row and its short documents.
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional", "longrope"}
-
-# What attention cores compute. Layers of any other type mix tokens in ways that see neither documents nor other ranks.
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # Attention with sinks, which no configuration key tells.
 _MODELS_WITH_SINKS = {"gpt_oss"}
@@ -127,12 +125,12 @@ def check_supported(config: PretrainedConfig) -> None:
         ConfigurationError: layers other than full and sliding attention, sinks, capped scores, rotary factors that
             depend on the row, attention dropout, or quantized weights.
     """
-    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if kinds:
         fix = (
             "Write `config_overrides: {layer_types: [full_attention, ...]}`, one for each layer, or take another model."
         )
-        rule = f"must all be of {sorted(_LAYER_TYPES)}"
+        rule = f"must all be of {sorted(LAYER_TYPES)}"
         raise ConfigurationError("model.config.layer_types", rule, sorted(kinds), fix)
     if config.model_type in _MODELS_WITH_SINKS:
         fix = "Attention sinks are not implemented: take another model."

@@ -120,7 +120,7 @@ def apply_checkpointing(
             it on the device.
 
     Raises:
-        ConfigurationError: the model checkpoints by itself already, or has no repeated blocks.
+        ConfigurationError: the model checkpoints by itself already, has no repeated blocks, or compiles their calls.
     """
     if settings.mode == "none":
         return
@@ -133,6 +133,7 @@ def apply_checkpointing(
     if not blocks:
         fix = "Name the blocks in `sharding.blocks`, or write `activation_checkpointing: none`."
         raise ConfigurationError(field, "needs repeated blocks", f"{type(module).__name__} without any", fix)
+    _check_compiled(module, blocks, field)
     step = settings.n if settings.mode == "every_n" else 1
     contexts = None
     if settings.mode == "selective" and offloading is not None:
@@ -142,6 +143,17 @@ def apply_checkpointing(
         contexts = partial(create_selective_checkpoint_contexts, policy)
     for block in blocks[::step]:
         block.forward = partial(_checkpointed, block.forward, contexts)
+
+
+def _check_compiled(module: nn.Module, blocks: Sequence[nn.Module], field: str) -> None:
+    """Refuse compiled calls: the repetition would lie inside them, where the compiler gives up and compiles nothing."""
+    compiled = [child for child in module.modules() if type(child).__name__ == "OptimizedModule"]
+    inside = {child for outer in compiled for child in outer.children()}
+    for block in blocks:
+        if block._compiled_call_impl is not None or block in inside:
+            fix = "Compile what is repeated, `block.forward = torch.compile(block.forward)`, and not the block's call."
+            got = f"a compiled call of {type(block).__name__}"
+            raise ConfigurationError(field, "must be none where the call of a block is compiled", got, fix)
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: Callable[[], Any] | None, /, *args: Any, **kwargs: Any) -> Any:

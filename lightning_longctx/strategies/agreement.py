@@ -61,7 +61,7 @@ def check_equal_facts(facts: Mapping[str, object], group: dist.ProcessGroup | No
     Raises:
         ConfigurationError: on every rank, with the first fact that differs and the ranks that are in the minority.
     """
-    if group is None:
+    if group is None or not facts:
         return
     texts = [_short(str(value)) for value in facts.values()]
     mine = torch.zeros(len(texts), _FACT_BYTES, dtype=torch.uint8)

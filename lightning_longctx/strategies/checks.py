@@ -26,12 +26,15 @@ __all__ = [
     "check_callbacks",
     "check_manual_optimization",
     "check_parts",
-    "check_prepared",
+    "check_sharded_before",
+    "data_facts",
     "layout_facts",
-    "module_facts",
     "run_facts",
     "warn_of_crossings",
 ]
+
+# Where a sharded module keeps the settings that it was sharded with.
+_SHARDED_WITH = "_longctx_sharded_with"
 
 # Settings of the Trainer that change how ranks meet.
 _TRAINER_SETTINGS = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
@@ -114,38 +117,58 @@ def run_facts(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> 
         **{f"version of {name}": text for name, text in package_versions().items()},
         "trainer.strategy": type(strategy).__name__,
         "strategy.sequence_parallel_size": strategy.sequence_parallel_size,
-        "strategy.data_parallel_replicate_size": strategy.data_parallel_replicate_size,
-        **module_facts(strategy),
-        "strategy.sharding": stable_text(strategy.sharding),
+        **_lasting_settings(strategy),
         **{f"trainer.{name}": getattr(module.trainer, name) for name in _TRAINER_SETTINGS},
         "model": type(module).__name__,
         "the model's hyperparameters": stable_text(module.hparams),
+        "data": type(_data_module(module)).__name__,
     }
 
 
-def module_facts(strategy: LongContextFSDPStrategy) -> dict[str, str]:
-    """Return the settings that are built into a module when it is sharded."""
+def data_facts(module: pl.LightningModule) -> dict[str, object]:
+    """Return what a data module says of itself in ``run_facts()``, where it has that method.
+
+    Ranks with other rows would divide by other numbers, or read documents twice. Names depend on the data module's
+    class, which :func:`run_facts` holds: compare that first.
+    """
+    facts: dict[str, object] = getattr(_data_module(module), "run_facts", dict)()
+    return {name: stable_text(value) for name, value in facts.items()}
+
+
+def _data_module(module: pl.LightningModule) -> pl.LightningDataModule | None:
+    found: pl.LightningDataModule | None = getattr(module.trainer, "datamodule", None)
+    return found
+
+
+def _lasting_settings(strategy: LongContextFSDPStrategy) -> dict[str, str]:
+    """Settings that sharding builds into a module, so that a later fit of it cannot change them."""
     return {
+        "strategy.data_parallel_replicate_size": str(strategy.data_parallel_replicate_size),
         "strategy.activation_checkpointing": stable_text(strategy.activation_checkpointing),
         "strategy.activation_offload": stable_text(strategy.activation_offload),
         "strategy.tiled_mlp": stable_text(strategy.tiled_mlp),
+        "strategy.sharding": stable_text(strategy.sharding),
     }
 
 
-def check_prepared(before: Mapping[str, str], strategy: LongContextFSDPStrategy) -> None:
-    """Refuse a second strategy for a module whose settings would do nothing: the first one's are built in.
+def check_sharded_before(module: pl.LightningModule, strategy: LongContextFSDPStrategy) -> None:
+    """Refuse to run a module that was sharded with other settings: they would be without effect.
 
     Args:
-        before: :func:`module_facts` of the strategy that sharded the module.
-        strategy: the one that finds it sharded.
+        module: sharded; one that was sharded elsewhere passes.
+        strategy: the running one.
 
     Raises:
-        ConfigurationError: a setting that differs.
+        ConfigurationError: the first setting that differs.
     """
-    for name, value in module_facts(strategy).items():
-        if value != before[name]:
-            fix = f"It was sharded with {before[name]}: build the module anew for another setting."
-            raise ConfigurationError(name, "must stay what a module was sharded with", value, fix)
+    now = {**_lasting_settings(strategy), "trainer.precision": str(strategy.precision_plugin.precision)}
+    then: Mapping[str, str] = getattr(module, _SHARDED_WITH, now)
+    for name, value in now.items():
+        if then[name] != value:
+            fix = "Build a new module for a run with other settings, and load a checkpoint of this one."
+            got = f"{value} where the module was sharded with {then[name]}"
+            raise ConfigurationError(name, "must stay as it was when the module was sharded", got, fix)
+    setattr(module, _SHARDED_WITH, now)
 
 
 def warn_of_crossings(world_size: int, sequence_parallel_size: int, ranks_per_node: int) -> None:

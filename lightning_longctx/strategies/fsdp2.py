@@ -37,8 +37,8 @@ from lightning_longctx.strategies.checks import (
     CheckingLauncher,
     check_callbacks,
     check_manual_optimization,
-    check_prepared,
-    module_facts,
+    check_sharded_before,
+    data_facts,
     run_facts,
     warn_of_crossings,
 )
@@ -64,8 +64,8 @@ _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step"
 _SHARDING = ShardingSettings()
 _PROCESSES = ProcessSettings()
 
-#: Sharded modules: what is built into each, and its offload. Another strategy may find a module sharded.
-_PREPARED: WeakKeyDictionary[torch.nn.Module, tuple[dict[str, str], RunningOffload | None]] = WeakKeyDictionary()
+#: The offload of each sharded module: another strategy may find a module sharded.
+_OFFLOADS: WeakKeyDictionary[torch.nn.Module, RunningOffload | None] = WeakKeyDictionary()
 
 
 class LongContextFSDPStrategy(ExactSteps):
@@ -100,8 +100,9 @@ class LongContextFSDPStrategy(ExactSteps):
     Raises:
         ConfigurationError: sizes that do not divide (when the Trainer is built), heads that do not divide or callbacks
             that cannot work (before any process is started, where the model is known), a precision other than 32-true,
-            bf16-true and bf16-mixed, ranks with other settings, versions or initial parameters, several optimizers in
-            manual optimization, a packed step without ``per_token_loss`` at sp > 1, a model that never exchanged.
+            bf16-true and bf16-mixed, ranks with other settings, versions or initial parameters, a module that was
+            sharded with other settings before, several optimizers in manual optimization, a packed step without
+            ``per_token_loss`` at sp > 1, a model that never exchanged.
 
     Example:
         >>> import lightning as L
@@ -240,6 +241,7 @@ class LongContextFSDPStrategy(ExactSteps):
         if self._layout is None:
             world = dist.group.WORLD if self.world_size > 1 else None
             check_equal_facts(run_facts(self.lightning_module, self), world, self.root_device)
+            check_equal_facts(data_facts(self.lightning_module), world, self.root_device)
             sizes = (self.sequence_parallel_size, self.data_parallel_replicate_size)
             self._layout = build_layout(self.root_device.type, *sizes)
             warn_of_crossings(self.world_size, self.sequence_parallel_size, self.num_processes)
@@ -257,9 +259,9 @@ class LongContextFSDPStrategy(ExactSteps):
         self.check_model(module)
         if not isinstance(module, FSDPModule):
             self._shard(module)
-        elif module in _PREPARED:
-            facts, self._offload = _PREPARED[module]
-            check_prepared(facts, self)
+        elif module in _OFFLOADS:
+            self._offload = _OFFLOADS[module]
+        check_sharded_before(module, self)
         assert isinstance(module, FSDPModule)
         module.reshard()  # an evaluation may have left the root gathered
         module.set_requires_gradient_sync(True)  # an interrupted fit may have stopped between micro-batches
@@ -314,7 +316,7 @@ class LongContextFSDPStrategy(ExactSteps):
         )
         methods = [name for name in _STEP_METHODS if callable(getattr(module, name, None))]
         register_forward_methods(module, methods + self.sharding.forward_methods)
-        _PREPARED[module] = module_facts(self), self._offload
+        _OFFLOADS[module] = self._offload
 
     def _require_layout(self) -> Layout:
         if self._layout is None:

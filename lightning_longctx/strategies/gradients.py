@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_longctx.topology import Topology
 
-__all__ = ["average_unsharded", "clip_by_norm"]
+__all__ = ["average_unsharded", "by_kind", "clip_by_norm"]
 
 
 def average_unsharded(parameters: Iterable[Tensor], topology: Topology) -> None:
@@ -41,6 +41,15 @@ def average_unsharded(parameters: Iterable[Tensor], topology: Topology) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
+def by_kind(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the parameters that have gradients in groups of one kind, sharded or whole: PyTorch mixes them nowhere."""
+    kinds: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kinds[isinstance(parameter.grad, DTensor)].append(parameter)
+    return [members for members in kinds.values() if members]
+
+
 def clip_by_norm(parameters: Iterable[Tensor], limit: float) -> Tensor:
     """Scale the gradients down to a norm of ``limit`` if it is larger, sharded and whole ones together.
 
@@ -51,19 +60,15 @@ def clip_by_norm(parameters: Iterable[Tensor], limit: float) -> Tensor:
     Returns:
         The norm before, 0-d. Every rank must call it: the norm of sharded gradients is summed over ranks.
     """
-    kinds: dict[bool, list[Tensor]] = {True: [], False: []}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            kinds[isinstance(parameter.grad, DTensor)].append(parameter)
+    kinds = by_kind(parameters)
     norms = []
-    for members in kinds.values():
-        if members:
-            norm = torch.nn.utils.get_total_norm([value.grad for value in members if value.grad is not None])
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    for members in kinds:
+        norm = torch.nn.utils.get_total_norm([value.grad for value in members if value.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     if not norms:
         return torch.zeros(())
     total: Tensor = torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum().sqrt()
     if not math.isinf(limit):
-        for members in kinds.values():
+        for members in kinds:
             torch.nn.utils.clip_grads_with_norm_(members, limit, total)
     return total

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.strategies.gradients import clip_by_norm
+from lightning_longctx.strategies.gradients import by_kind, clip_by_norm
 
 __all__ = ["FSDP2Precision"]
 
@@ -65,6 +65,12 @@ class FSDP2Precision(Precision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over sharded and whole parameters together; PyTorch's own refuses a mixture."""
         clip_by_norm(self.main_params(optimizer), float(clip_val))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip each value, of sharded and whole parameters alike; PyTorch's own refuses a mixture."""
+        for members in by_kind(self.main_params(optimizer)):
+            torch.nn.utils.clip_grad_value_(members, float(clip_val))
 
     @override
     def convert_input(self, data: Any) -> Any:

@@ -13,9 +13,11 @@ from torch import nn
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["check_token_mixing"]
+__all__ = ["LAYER_TYPES", "check_token_mixing"]
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+#: Kinds of layers, as Hugging Face configurations name them, that attention cores compute. Others mix tokens in ways
+#: that see neither documents nor other ranks.
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # Modules of PyTorch that mix tokens along the sequence by themselves.
 _MIXERS = (nn.RNNBase, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -46,7 +48,7 @@ def check_token_mixing(module: nn.Module, sp_size: int) -> None:
             got = f"`{name}` ({type(child).__name__}), which would see the tokens of its own rank only"
             _refuse("must mix tokens only in attention that exchanges", got, _FIX)
         config = getattr(child, "config", None)
-        kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+        kinds = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
         if kinds:
             got = f"layers {sorted(kinds)} in the configuration of {type(child).__name__}"
             _refuse("must mix tokens only in attention that exchanges", got, "Take a model of attention layers.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,29 @@ def test_packed_rows_without_positions_are_refused(positions: Any) -> None:
         model(input_ids=ids, position_ids=positions, packed_sequence=_TWO, use_cache=False)
     right = torch.tensor([[0, 1, 2, 3, 0, 1]])
     model(input_ids=ids, position_ids=right, packed_sequence=_TWO, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "window", "message"),
+    [
+        ("full_attention", 4, None, None),
+        ("sliding_attention", 4, 4, None),
+        ("sliding_attention", None, None, None),
+        ("sliding_attention", 4, None, "must get its sliding window with the call.*a window of 4"),
+        ("chunked_attention", None, None, "must be full or sliding attention.*chunked_attention"),
+    ],
+)
+def test_a_layer_that_restricts_attention_by_its_mask_alone_is_refused(
+    kind: str, size: int | None, window: int | None, message: str | None
+) -> None:
+    """Also without CausalLMModule, and on one rank: the mask that would do it is not made."""
+    module = nn.Identity()
+    module.config, module.layer_idx = SimpleNamespace(layer_types=["other", kind], sliding_window=size), 1
+    if message is None:
+        call(module=module, sliding_window=window)
+        return
+    with pytest.raises(ConfigurationError, match=message):
+        call(module=module, sliding_window=window)
 
 
 def test_several_rows_are_refused() -> None:

@@ -36,6 +36,12 @@ def groups_of(name):
     return draw_groups(SIZES, LAYOUTS, seed=MODELS.index(name), fits=2)
 
 
+def replicas_of(name, group):
+    """Of the two fits of each pair of sizes the second has copies of its shards, where the ranks allow it."""
+    is_second = groups_of(name).index(group) % 2 == 1
+    return 2 if is_second and group.dp_size % 2 == 0 else 1
+
+
 def rows_of(group):
     return [[build_row(plan, VOCABULARY) for plan in step] for step in group.steps]
 
@@ -54,7 +60,9 @@ def run_world(name, world):
     warnings.simplefilter("ignore")
     records = [
         run_steps(
-            fresh(template_of(name)), LongContextFSDPStrategy(group.sp_size), world, group.accumulate, rows_of(group)
+            fresh(template_of(name)),
+            LongContextFSDPStrategy(group.sp_size, replicas_of(name, group)),
+            *(world, group.accumulate, rows_of(group)),
         )
         for group in groups_of(name)
         if group.world_size == world
@@ -110,6 +118,8 @@ def test_the_layouts_are_many_and_unkind(name):
     assert sum(len(group.steps) for group in groups) >= LAYOUTS
     assert {(group.world_size, group.sp_size) for group in groups} == set(SIZES)
     assert {group.accumulate for group in groups} == {1, 2, 3}
+    copied = {(group.world_size, group.sp_size) for group in groups if replicas_of(name, group) == 2}
+    assert copied == {(2, 1), (4, 1), (4, 2)}
     rows = [row for group in groups for step in rows_of(group) for row in step]
     lengths = {int(length) for row in rows for length in row["cu_seqlens"].diff()}
     assert {1, 2, 48} <= lengths

@@ -123,3 +123,14 @@ def test_a_model_that_recomputes_by_itself_is_not_doubled():
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(ConfigurationError, match="needs repeated blocks"):
         apply_checkpointing(nn.Linear(2, 2), [], ActivationCheckpointing("full"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_call_around_the_repetition_is_refused(inside):
+    block = nn.Linear(2, 2)
+    model = nn.ModuleList([torch.compile(block, backend="eager") if inside else block])
+    if not inside:
+        block.compile(backend="eager")
+    apply_checkpointing(model, [block], ActivationCheckpointing("none"))
+    with pytest.raises(ConfigurationError, match=r"call of a block is compiled.*`block.forward = torch.compile"):
+        apply_checkpointing(model, [block], ActivationCheckpointing("full"))

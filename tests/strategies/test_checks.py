@@ -155,15 +155,21 @@ def fit_with_another_setting(name):
     module = OwnModule()
     if name == "hyperparameters":
         module.save_hyperparameters({"lr": 0.1 + odd})
+    loading, length = {"seed": 7 if odd and name == "loading" else 42}, 64 if odd and name == "max_seq_len" else 32
+    sources = {"b" if odd and name == "sources" else "a": [{"text": "some words"}] * 40}
+    data = DynamicBatchingDataModule(sources=sources, max_seq_len=length, loading=loading)
     try:
-        trainer.fit(module)
+        trainer.fit(module, None if name == "data" and not odd else data)
     except ConfigurationError as error:
         return str(error)
     return "no error"
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["sequence_parallel_size", "max_steps", "hyperparameters"])
+@pytest.mark.parametrize(
+    "name",
+    ["sequence_parallel_size", "max_steps", "hyperparameters", "data", "sources", "max_seq_len", "loading"],
+)
 def test_a_rank_with_another_configuration_is_named_before_the_first_step(name):
     for text in run_ranks(fit_with_another_setting, 2, name):
         assert name in text.partition("`")[2].partition("`")[0]

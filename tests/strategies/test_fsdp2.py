@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import lightning.pytorch as pl
@@ -19,10 +20,10 @@ from tests.strategies.own_model import OwnModule
 
 def trainer_for(world, sp, **options):
     settings = {"max_steps": 2, "callbacks": [TrainingMetrics()], "num_sanity_val_steps": 0, "limit_val_batches": 1}
+    settings["strategy"] = LongContextFSDPStrategy(sequence_parallel_size=sp)
     return pl.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=LongContextFSDPStrategy(sequence_parallel_size=sp),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -210,3 +211,31 @@ def test_validate_before_fit_fit_again_and_predict_after_fit():
         assert seen["sharded"]
         assert seen["predictions"] == 16
         assert not any(seen["flags"])
+
+
+def fit_again_with(options, precision):
+    """Two fits of one module, the second under a strategy of its own; returns the message of what it refused."""
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec")
+    module = OwnModule()
+    trainer_for(2, 2).fit(module)
+    again = trainer_for(2, 2, precision=precision, strategy=LongContextFSDPStrategy(2, **options))
+    try:
+        again.fit(module)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("options", "precision", "message"),
+    [
+        ({}, "32-true", None),
+        ({"activation_checkpointing": "full"}, "32-true", "`strategy.activation_checkpointing` must stay"),
+        ({"sharding": {"prefetch": 2}}, "32-true", "`strategy.sharding` must stay.*'?prefetch'?: 2"),
+        ({}, "bf16-mixed", "`trainer.precision` must stay.*bf16-mixed where .* 32-true"),
+    ],
+)
+def test_settings_that_a_sharded_module_cannot_change_are_refused(options, precision, message):
+    for found in run_ranks(fit_again_with, 2, options, precision):
+        assert found == "" if message is None else re.search(message, found), found

@@ -171,7 +171,7 @@ def test_a_second_strategy_whose_settings_would_do_nothing_is_refused(second):
         run_ranks(_fit_twice, 1, second)
     (cause,) = raised.value.causes.values()
     assert isinstance(cause, ConfigurationError)
-    assert "must stay what a module was sharded with" in str(cause)
+    assert "must stay as it was when the module was sharded" in str(cause)
 
 
 def test_every_field_is_in_the_table_of_the_page():

@@ -10,11 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
-from lightning_longctx import LongContextFSDPStrategy, causal_lm_loss, topology_of
+from lightning_longctx import LongContextFSDPStrategy, causal_lm_loss, is_recomputing, topology_of
 from tests.helpers.pool import run_ranks
 from tests.parity.layouts import whole
 from tests.strategies.own_model import OwnModule
@@ -115,6 +116,20 @@ def test_parameters_outside_sharding_are_whole_everywhere():
     assert_equal(facts[0]["weights"], run_ranks(train, 2, 2, {"sequence_parallel_size": 2})[0]["weights"])
 
 
+def clip_values(sharding):
+    options = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+    return train(2, {"sequence_parallel_size": 2, "sharding": sharding}, **options)
+
+
+def test_values_are_clipped_of_sharded_and_whole_parameters_alike():
+    mixed = run_ranks(clip_values, 2, {"unsharded_parameters": ["blocks.*.bias"]})[0]
+    assert_equal(mixed["weights"], run_ranks(clip_values, 2, {})[0]["weights"])
+    start, free = OwnModule().state_dict(), run_ranks(train, 2, 2, {"sequence_parallel_size": 2})[0]["weights"]
+    for name in ("head.weight", "blocks.0.qkv.bias"):  # two steps at a rate of 0.1
+        assert (mixed["weights"][name] - start[name]).abs().max() <= 2 * 1e-3 * 0.1 + 1e-7
+        assert (free[name] - start[name]).abs().max() > 2 * 1e-3 * 0.1, "the clip must bite"
+
+
 def accumulate(reduce_gradients, rows, **more):
     options = {"max_steps": -1, "max_epochs": 1, "accumulate_grad_batches": 3, "rows": rows, **more}
     return train(2, {"sequence_parallel_size": 2, "sharding": {"reduce_gradients": reduce_gradients}}, **options)
@@ -173,6 +188,29 @@ def train_compiled(compiled):
 def test_compiled_blocks_give_the_same_gradients():
     plain, compiled = (run_ranks(train_compiled, 2, flag, timeout=120)[0] for flag in (False, True))
     assert_equal(compiled["gradients"], plain["gradients"])
+
+
+def train_compiled_and_recomputed(mode):
+    """Fit with compiled forwards; returns gradients, and how often compiled graphs ran in forward and backward."""
+    warnings.simplefilter("ignore")
+    module, runs = OwnModule(), []
+
+    def backend(graph, inputs):
+        compiled = aot_eager(graph, inputs)
+        return lambda *args: (runs.append(is_recomputing()), compiled(*args))[1]
+
+    for block in module.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+    facts = train(2, {"sequence_parallel_size": 2, "activation_checkpointing": mode}, module)
+    return {**facts, "forward": runs.count(False), "again": runs.count(True)}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_forwards_are_computed_again_compiled(mode):
+    plain = run_ranks(train_compiled, 2, False)[0]
+    compiled = run_ranks(train_compiled_and_recomputed, 2, mode, timeout=120)[0]
+    assert_equal(compiled["gradients"], plain["gradients"])
+    assert compiled["forward"] == compiled["again"] > 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.errors import ConfigurationError, FieldError
 from lightning_longctx.tools.configuration import ReadConfiguration, RunConfiguration
 from lightning_longctx.tools.doctor.cases import Group, draw_groups
 from lightning_longctx.tools.doctor.checks import Subject, check_evaluation, check_gradients, check_resume, probe_rows
@@ -144,15 +144,27 @@ def _run_rank(subject: Subject, options: DoctorOptions, folder: Path) -> None:
         if group.world_size != world_size:
             continue
         expected = [ReferenceStep(*values) for values in known["steps"][number]]
-        findings += check_gradients(subject, group, expected)
-        has_experts = expected[0].margin != float("inf")
-        findings += check_evaluation(subject, world_size, group.sp_size, known["tokens"], has_experts)
-        if (world_size, group.sp_size) in RESUMED:
-            plans = [plan for step in group.steps for plan in step][: 2 * group.dp_size]
-            if len(plans) == 2 * group.dp_size:
-                findings.append(check_resume(subject, world_size, group.sp_size, plans, folder))
+        try:
+            for found in _examine(subject, group, expected, known["tokens"], folder):
+                findings += found
+        except FieldError as refusal:  # on all ranks alike; what training refuses too is a finding, not an accident
+            sizes = (world_size, group.sp_size, group.accumulate, 0)
+            findings.append(Finding("refused", *sizes, None, "", "fault", str(refusal)))
+            break  # what a step left half done must not meet another fit
     if int(os.environ["RANK"]) == 0:
         _findings(folder, world_size).write_text(json.dumps([asdict(finding) for finding in findings]))
+
+
+def _examine(
+    subject: Subject, group: Group, expected: Sequence[ReferenceStep], tokens: torch.Tensor, folder: Path
+) -> Iterator[list[Finding]]:
+    """Make the checks of a group one after another."""
+    yield check_gradients(subject, group, expected)
+    has_experts = expected[0].margin != float("inf")
+    yield check_evaluation(subject, group.world_size, group.sp_size, tokens, has_experts)
+    plans = [plan for step in group.steps for plan in step][: 2 * group.dp_size]
+    if (group.world_size, group.sp_size) in RESUMED and len(plans) == 2 * group.dp_size:
+        yield [check_resume(subject, group.world_size, group.sp_size, plans, folder)]
 
 
 def _save_reference(subject: Subject, groups: Sequence[Group], folder: Path) -> None:

@@ -29,7 +29,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        check: ``gradients``, ``loss``, ``isolation``, ``causality``, ``evaluation`` or ``resume``.
+        check: ``gradients``, ``loss``, ``isolation``, ``causality``, ``evaluation`` or ``resume``; ``refused`` where an
+            error of this package ended the layout.
         world_size: processes.
         sp_size: ranks of a row.
         accumulate: micro-batches of a step.
@@ -37,7 +38,7 @@ class Finding:
         error: the largest relative error of them; None if nothing could be compared.
         where: the parameter or token that it was found at.
         verdict: what it means.
-        note: why something was skipped.
+        note: why something was skipped or refused.
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""Modules as users have them: a right one, and two whose faults no set-up check can see."""
+"""Modules as users have them: a right one, and some whose faults no set-up check can see."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ class OneBlockForgets(OwnModule):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].exchanges = False
+
+
+class Forgets(OwnModule):
+    """Knows nothing of sequence parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__(exchanges=False)
+
+
+class LocalMean(OwnModule):
+    """Averages over the targets of its own shard and micro-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.loss_of(batch)
+        mean = out.loss * batch["loss_divisor"] / (batch["shift_labels"] != -100).sum().clamp(min=1)
+        return {"loss": mean, "per_token_loss": out.per_token_loss}
 
 
 class Shifts(OwnModule):

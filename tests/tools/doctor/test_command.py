@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,22 @@ def test_an_own_module_in_real_processes(capsys: pytest.CaptureFixture[str]) -> 
     assert fault["sp_size"] == 2
     assert f"fault: gradients {fault['error']:.1e} at `{fault['where']}`" in text
     assert found["facts"]["reference"].startswith("the module's own step on one document")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "sp", "message"),
+    [("Forgets", 2, "must exchange sequence for heads"), ("LocalMean", 1, r"per_token_loss.sum\(\) / loss_divisor")],
+)
+def test_what_training_refuses_is_a_fault(name: str, sp: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(own(name), "--processes", "2", "--layouts", "3")
+    text = capsys.readouterr().out
+    assert code == 1, text
+    refused = [f for f in found["findings"] if f["check"] == "refused"]
+    assert {f["sp_size"] for f in refused} == {sp}
+    assert all(re.search(message, f["note"]) for f in refused)
+    assert re.search(rf"- fault: refused \(\d process\(es\), sequence_parallel_size {sp}, .*{message}", text)
 
 
 @pytest.mark.slow
