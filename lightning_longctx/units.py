@@ -1,4 +1,4 @@
-"""Numbers in settings: whole ones, and tokens as people write them: ``4096``, ``1_048_576``, ``512K``, ``1M``, ``2e10``."""
+"""Numbers in settings: whole ones, and tokens as people write them: ``4096``, ``512K``, ``1M``, ``2e10``."""
 
 from __future__ import annotations
 
