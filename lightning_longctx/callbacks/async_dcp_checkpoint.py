@@ -34,6 +34,7 @@ from lightning_longctx.checkpoint.discovery import DEEP_BYTES, Found, find_lates
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, load_weights
 from lightning_longctx.checkpoint.retention import Retention, best_first
 from lightning_longctx.checkpoint.scores import read_scores
+from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import topology_of
 
 __all__ = ["AsyncDCPCheckpoint"]
@@ -190,12 +191,19 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         check_strategy(trainer)
         if stage == "fit":
             check_callbacks(trainer)
+            self._check_export(trainer)
         self._resumed = None  # of a fit that had nothing left to do
         install_reader(trainer, self._open)
-        last, self._last = self._last, None
-        if last is not None:
-            agree_on_last(trainer, last)
+        if self._last is not None:
+            agree_on_last(trainer, self._last)
         self.dirpath = str(trainer.strategy.broadcast(str(self._folder(trainer))))
+
+    def _check_export(self, trainer: pl.Trainer) -> None:
+        """Refuse before the run what the export at its end would stumble over."""
+        output = self.options.export_hf_at_end
+        if output is not None and trainer.strategy.broadcast(Path(output).exists()):
+            field = "callbacks.AsyncDCPCheckpoint.options.export_hf_at_end"
+            raise ConfigurationError(field, "must not exist yet", repr(output), "Name another folder, or remove it.")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -213,6 +221,12 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         """Take our part of a checkpoint, and fit Lightning's counts to the present number of ranks."""
         resumed = take_resumed(checkpoint)
         self._resumed = resumed if trainer.state.fn == TrainerFn.FITTING else None
+        if resumed is None and self._last:
+            rank_zero_warn(
+                f"`ckpt_path: last` took the newer file of another callback, and not {self._last}: data and"
+                " random numbers do not go on from it. Leave `save_last` of that callback out.",
+                category=UserWarning,
+            )
         if self._resumed is None:
             return
         check_data(trainer, self._resumed, self.options.on_missing == "warn")
@@ -284,3 +298,4 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         """Give the strategy back what it had."""
         remove_reader(trainer)
         self._loggers_continued = False
+        self._last = None

@@ -56,6 +56,9 @@ class CheckpointOptions:
         for name in ("trainable_only", "trust_pickle", "wandb_reference"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(f"options.{name}", "must be true or false", getattr(self, name), "Choose one.")
+        if self.trainable_only and self.export_hf_at_end is not None:
+            fix = "Leave one out: a part of the weights is no model."
+            _refuse("options.export_hf_at_end", "cannot be used together with trainable_only", "both", fix)
         check_interval("options.timeout", self.timeout, zero=False)
         check_interval("options.drain_timeout", self.drain_timeout)
         for name in ("stage_dir", "export_hf_at_end"):

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,12 +130,13 @@ def _write_torch(opened: OpenCheckpoint, file: Path, dtype: torch.dtype | None, 
 
 
 def _shards(
-    names: Sequence[str], directory: TensorDirectory, dtype: torch.dtype | None, limit: int
+    names: Iterable[str], directory: TensorDirectory, dtype: torch.dtype | None, limit: int
 ) -> Iterator[list[str]]:
     """Those of these names that are tensors of their own, in groups of at most ``limit`` bytes."""
+    chosen = dict.fromkeys(names)
     keys: list[str] = []
     size = 0
-    for key in (name for name in names if directory.aliases.get(name) not in names):
+    for key in (name for name in chosen if directory.aliases.get(name) not in chosen):
         more = _bytes(directory[key], dtype)
         if keys and size + more > limit:
             yield keys

@@ -171,6 +171,24 @@ def test_callbacks_that_break_the_promise_are_refused(callback: Any) -> None:
         _run("c", 2, extra=lambda: [callback()])
 
 
+def test_an_export_that_would_fail_at_the_end_is_refused_at_the_start() -> None:
+    Path("out").mkdir()
+    module = Plain()
+    with pytest.raises(ConfigurationError, match="export_hf_at_end` must not exist yet"):
+        _run("c", 2, module=module, options={"export_hf_at_end": "out"})
+    assert not module.notes
+
+
+def test_last_that_is_a_file_of_another_callback_is_told() -> None:
+    def stock() -> list[pl.Callback]:
+        return [ModelCheckpoint("stock", every_n_train_steps=2, save_last=True)]
+
+    _run("c", 2)
+    _run("other", 2, extra=stock)  # newer
+    with pytest.warns(UserWarning, match="took the newer file of another callback"):
+        _run("c", 3, resume=True, extra=stock)
+
+
 # -- evaluation, and what follows it -----------------------------------------------------------------------------------
 
 
@@ -249,6 +267,7 @@ def test_settings_that_cannot_work(settings: dict[str, Any], text: str) -> None:
         ({"drain_timeout": timedelta(seconds=-1)}, "must be a length of time"),
         ({"trust_pickle": "yes"}, "must be true or false"),
         ({"stage_dir": ""}, "must be a folder"),
+        ({"trainable_only": True, "export_hf_at_end": "out"}, "cannot be used together"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
