@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them: ``4096``, ``1_048_576``, ``512K``, ``1M``, ``2e10``."""
+"""Numbers in settings: whole ones, and tokens as people write them: ``4096``, ``512K``, ``1M``, ``2e10``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["TokenCount", "parse_token_count"]
+__all__ = ["TokenCount", "check_whole", "parse_token_count"]
 
 if TYPE_CHECKING:
     TokenCount: TypeAlias = int
@@ -56,3 +56,15 @@ def parse_token_count(value: int | float | str, field: str = "tokens") -> int:
     if count != number * factor or count < 1:
         raise ConfigurationError(field, "must be a whole positive number of tokens", repr(value), fix)
     return count
+
+
+def check_whole(field: str, value: object, least: int) -> None:
+    """Make sure that a setting is a whole number of at least ``least``.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigurationError(field, "must be a whole number", repr(value), f"Give {least} or more.")
+    if value < least:
+        raise ConfigurationError(field, f"must be at least {least}", value, f"Give {least} or more.")

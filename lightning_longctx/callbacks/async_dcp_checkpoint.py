@@ -10,19 +10,22 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_longctx.callbacks.checkpoint_io import check_folder, check_strategy, install_reader, remove_reader
+from lightning_longctx.callbacks.checkpoint_io import check_callbacks, check_strategy, install_reader, remove_reader
 from lightning_longctx.callbacks.checkpoint_loggers import continue_loggers
-from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions
+from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions, check_options, local_folder
 from lightning_longctx.callbacks.checkpoint_report import shown
 from lightning_longctx.callbacks.checkpoint_resume import (
     Resumed,
+    agree_on_last,
     check_data,
+    follow_accumulation,
     hide_lightnings_hint,
     realign_windows,
+    renew_iterator,
     take_resumed,
 )
 from lightning_longctx.callbacks.checkpoint_run import CheckpointRun, RunPlan
@@ -31,6 +34,7 @@ from lightning_longctx.checkpoint.discovery import DEEP_BYTES, Found, find_lates
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, load_weights
 from lightning_longctx.checkpoint.retention import Retention, best_first
 from lightning_longctx.checkpoint.scores import read_scores
+from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import topology_of
 
 __all__ = ["AsyncDCPCheckpoint"]
@@ -87,16 +91,16 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         mode: str = "min",
         options: CheckpointOptions = _OPTIONS,
     ) -> None:
-        check_folder(dirpath)
-        self.options = options
+        self._given_dirpath = local_folder("dirpath", dirpath)
+        self.options = check_options(options)
         self._retention = Retention(keep_last, options.keep_every_n_steps, options.save_top_k if monitor else 0, mode)
         self._schedule = Schedule(every_n_train_steps, every_n_epochs, train_time_interval, optimizer_every_n_saves)
-        super().__init__(dirpath=None if dirpath is None else Path(dirpath), monitor=monitor, mode=mode)
-        self._given_dirpath = None if dirpath is None else Path(dirpath)
+        super().__init__(dirpath=self._given_dirpath, monitor=monitor, mode=mode)
         self._run: CheckpointRun | None = None
         self._run_id: str | None = None  # of the last fit, for one that follows in the same process
         self._resumed: Resumed | None = None
         self._loggers_continued = False
+        self._last: str | None = None  # what `last` found: a name, or nothing; None if nobody asked
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -127,10 +131,13 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint by ``monitor``, or the newest with weights; empty if there is none."""
-        if self.dirpath is None:
-            return ""
-        root = Path(self.dirpath)
+        """The best checkpoint by ``monitor``, or the newest with weights; empty if there is none.
+
+        Before a trainer was met, its ``default_root_dir`` is taken to be the working folder, which is the default.
+        """
+        if self.dirpath is None and not Path("checkpoints").is_dir():
+            rank_zero_warn("AsyncDCPCheckpoint: before a run, `best` needs `dirpath`.", category=UserWarning)
+        root = Path(self.dirpath or "checkpoints")
         scores = read_scores(root) if self.monitor else {}
         for name in best_first(scores, scores, self._retention.mode):
             if (root / name).is_dir() and not verify(root / name, 0):
@@ -153,6 +160,7 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         root = self._folder(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         found = self._look(root, resumable=fitting)
+        self._last = "" if found is None else found.path.name
         if found is None:
             hide_lightnings_hint()
             so = "this is a fresh start" if fitting else "the model is evaluated as it is"
@@ -181,8 +189,21 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Let the strategy open our directories, and agree on the folder."""
         check_strategy(trainer)
+        if stage == "fit":
+            check_callbacks(trainer)
+            self._check_export(trainer)
+        self._resumed = None  # of a fit that had nothing left to do
         install_reader(trainer, self._open)
+        if self._last is not None:
+            agree_on_last(trainer, self._last)
         self.dirpath = str(trainer.strategy.broadcast(str(self._folder(trainer))))
+
+    def _check_export(self, trainer: pl.Trainer) -> None:
+        """Refuse before the run what the export at its end would stumble over."""
+        output = self.options.export_hf_at_end
+        if output is not None and trainer.strategy.broadcast(Path(output).exists()):
+            field = "callbacks.AsyncDCPCheckpoint.options.export_hf_at_end"
+            raise ConfigurationError(field, "must not exist yet", repr(output), "Name another folder, or remove it.")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -198,10 +219,18 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Take our part of a checkpoint, and fit Lightning's counts to the present number of ranks."""
-        self._resumed = take_resumed(checkpoint)
-        if self._resumed is None or trainer.state.fn != TrainerFn.FITTING:
+        resumed = take_resumed(checkpoint)
+        self._resumed = resumed if trainer.state.fn == TrainerFn.FITTING else None
+        if resumed is None and self._last:
+            rank_zero_warn(
+                f"`ckpt_path: last` took the newer file of another callback, and not {self._last}: data and"
+                " random numbers do not go on from it. Leave `save_last` of that callback out.",
+                category=UserWarning,
+            )
+        if self._resumed is None:
             return
         check_data(trainer, self._resumed, self.options.on_missing == "warn")
+        follow_accumulation(trainer, checkpoint["epoch"])
         realign_windows(checkpoint["loops"], self._resumed.commit.accumulate, trainer.accumulate_grad_batches)
 
     @override
@@ -221,6 +250,8 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
                 continue_loggers(trainer, resumed.loggers, resumed.commit.step)
             resumed.announce(trainer)
             resumed.restore_random_numbers(plan.topology.rank)
+            follow_accumulation(trainer, trainer.current_epoch)
+            renew_iterator(trainer)
         self._loggers_continued = False
 
     def hang_report(self) -> str:
@@ -257,7 +288,7 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Wait for writes under way, within a bound; start nothing that other ranks would have to take part in."""
-        remove_reader(trainer)
+        self.teardown(trainer, pl_module, "fit")
         if self._run is not None:
             run, self._run = self._run, None
             run.abandon(exception)
@@ -266,3 +297,5 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the strategy back what it had."""
         remove_reader(trainer)
+        self._loggers_continued = False
+        self._last = None

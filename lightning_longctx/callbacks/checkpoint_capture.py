@@ -13,13 +13,14 @@ import lightning.pytorch as pl
 from lightning import __version__ as lightning_version
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_longctx.callbacks.checkpoint_loggers import logger_identities
 from lightning_longctx.checkpoint.plain import snapshot
 from lightning_longctx.checkpoint.rng import rng_state
-from lightning_longctx.checkpoint.states import optimizer_state, split_tensors, trainable_names
+from lightning_longctx.checkpoint.states import optimizer_state, plain_name, split_tensors, trainable_names
 
-__all__ = ["RunState", "capture", "weights_of"]
+__all__ = ["RunState", "capture", "optimizers_of", "weights_of"]
 
 
 class RunState(NamedTuple):
@@ -36,46 +37,60 @@ class RunState(NamedTuple):
     extra: dict[str, Any]
 
 
-def capture(trainer: pl.Trainer, module: pl.LightningModule, trainable_only: bool) -> RunState:
+def capture(
+    trainer: pl.Trainer, module: pl.LightningModule, trainable_only: bool, trust_pickle: bool = False
+) -> RunState:
     """Take the state of a run. No collective of ours; the same on every rank but for what ranks do not share.
 
     Args:
         trainer: between two steps.
         module: the module itself, not the wrapper of a strategy.
         trainable_only: leave weights of frozen parameters out.
+        trust_pickle: take state that only a pickle can hold.
 
     Raises:
         CheckpointError: state that could not be loaded without running code; names its key.
     """
     lightning = _lightning_state(trainer, module)
-    weights, other = split_tensors(lightning.pop("state_dict"))
-    weights = _trained(module, weights) if trainable_only else weights
-    tensors, optimizers = optimizer_state(module, trainer.optimizers)
+    state = lightning.pop("state_dict")
+    weights, other = _weights(module, state, trainable_only)
+    present = optimizers_of(trainer)
+    tensors, optimizers = optimizer_state(module, present)
     extra = {
         "lightning": lightning,
         "weights_extra": other,
         "optimizers": optimizers,
         "data": _data_state(trainer),
         "loggers": logger_identities(trainer),
-        "model_config": _model_config(module),
+        "schedulers": [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
+        **_hugging_face(module),
         "tokenizer": getattr(module, "tokenizer_home", None),
     }
-    copied = {key: snapshot(value, key) for key, value in extra.items() if value is not None}
-    return RunState(weights, tensors if trainer.optimizers else None, {**copied, "rng": rng_state()})
+    copied = {key: snapshot(value, key, trust_pickle) for key, value in extra.items() if value is not None}
+    return RunState(weights, tensors if present else None, {**copied, "rng": rng_state()})
+
+
+def optimizers_of(trainer: pl.Trainer) -> list[Optimizer]:
+    """The optimizers of a run, without the one that Lightning puts in place of none."""
+    return [one for one in trainer.optimizers if one.param_groups]
 
 
 def weights_of(module: pl.LightningModule, trainable_only: bool) -> dict[str, Tensor]:
     """The tensors of the weights slot, before hooks of a save change them."""
-    weights, _ = split_tensors(module.state_dict())
-    return _trained(module, weights) if trainable_only else weights
+    return _weights(module, module.state_dict(), trainable_only)[0]
 
 
-def _trained(module: pl.LightningModule, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of trainable parameters, and buffers; nothing where nothing is trained."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return {}
-    trained = trainable_names(module)
-    return {key: value for key, value in weights.items() if key in trained}
+def _weights(
+    module: pl.LightningModule, state: Mapping[str, Any], trainable_only: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of the module by plain name, and the rest; only those that training changes, if that is asked."""
+    tensors, other = split_tensors(state)
+    weights = {plain_name(key): value for key, value in tensors.items()}
+    if not trainable_only:
+        return weights, other
+    trains = any(parameter.requires_grad for parameter in module.parameters())
+    trained = trainable_names(module) if trains else set()
+    return {name: value for name, value in weights.items() if name in trained}, other
 
 
 def _lightning_state(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
@@ -122,7 +137,16 @@ def _data_state(trainer: pl.Trainer) -> dict[str, Any] | None:
     return {"key": key, "local": False, "state": state} if state else None
 
 
-def _model_config(module: pl.LightningModule) -> str | None:
-    """The configuration of a Hugging Face model, for the export."""
-    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
-    return str(to_json()) if to_json is not None else None
+def _hugging_face(module: pl.LightningModule) -> dict[str, str]:
+    """For the export: where the module holds its Hugging Face model, and the configuration of that; empty without."""
+    found = {name: part for name, part in module.named_children() if _config_of(part) is not None}
+    if len(found) != 1:  # none, or nobody knows which is meant
+        return {}
+    ((name, part),) = found.items()
+    config = _config_of(module) or _config_of(part)  # its own, where it has one, is the one that it was built from
+    return {"model_prefix": f"{name}.", "model_config": str(config.to_json_string())}
+
+
+def _config_of(part: Any) -> Any:
+    config = getattr(part, "config", None)
+    return config if hasattr(config, "to_json_string") else None

@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_longctx.callbacks.checkpoint_capture import optimizers_of
 from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
 from lightning_longctx.checkpoint.layout import COMMIT
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, agree_or_raise
 from lightning_longctx.errors import CheckpointError, ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
 
-__all__ = ["DirectoryCheckpointIO", "check_folder", "check_strategy", "install_reader", "remove_reader"]
+__all__ = ["DirectoryCheckpointIO", "check_callbacks", "check_strategy", "install_reader", "remove_reader"]
 
 _FIELD = "callbacks.AsyncDCPCheckpoint"
 
@@ -72,7 +75,10 @@ class DirectoryCheckpointIO(CheckpointIO):
         opened = self._opened = self._open(path)
         if self._trainer.state.fn == TrainerFn.FITTING:
             opened.require_resumable()
-        return {**opened.run_state(topology), "state_dict": opened.full_weights(self._trainer.lightning_module)}
+        module, precision = self._trainer.lightning_module, self._trainer.precision_plugin
+        if isinstance(precision, DoublePrecision):  # Lightning would convert it after loading, and so round the weights
+            precision.convert_module(module)
+        return {**opened.run_state(topology), "state_dict": opened.full_weights(module)}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], otherwise: Callable[[Any], None]) -> None:
         """In place of the strategy's ``load_optimizer_state_dict``."""
@@ -80,18 +86,8 @@ class DirectoryCheckpointIO(CheckpointIO):
             otherwise(checkpoint)
             return
         opened, self._opened = self._opened, None
-        opened.load_optimizers(self._trainer.lightning_module, self._trainer.optimizers)
-
-
-def check_folder(dirpath: object) -> None:
-    """Refuse a folder that is no path of a file system.
-
-    Raises:
-        ConfigurationError: a URL.
-    """
-    if dirpath is not None and "://" in str(dirpath):
-        fix = "Give a mounted path: a checkpoint gets its name by an atomic rename, which such stores do not have."
-        raise ConfigurationError(f"{_FIELD}.dirpath", "must be a folder", repr(str(dirpath)), fix)
+        opened.fit_schedulers(checkpoint, [one.scheduler for one in self._trainer.lr_scheduler_configs])
+        opened.load_optimizers(self._trainer.lightning_module, optimizers_of(self._trainer))
 
 
 def check_strategy(trainer: pl.Trainer) -> None:
@@ -111,6 +107,27 @@ def check_strategy(trainer: pl.Trainer) -> None:
     if isinstance(inner, AsyncCheckpointIO):
         fix = "Leave that plug-in out: it removes the old checkpoint before the new one is there."
         raise ConfigurationError(_FIELD, "cannot be used together with AsyncCheckpointIO", "both", fix)
+
+
+def check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that save inside an exception, or whose state no resume could restore.
+
+    Raises:
+        ConfigurationError: such a callback.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+    for one in callbacks:
+        if isinstance(one, StochasticWeightAveraging):
+            fix = "Use `WeightAveraging` or `EMAWeightAveraging`, which resume exactly."
+            rule = "cannot be used together with a callback that puts another scheduler in place during the run"
+            raise ConfigurationError(_FIELD, rule, type(one).__name__, fix)
+        if isinstance(one, OnExceptionCheckpoint) or getattr(one, "save_on_exception", False):
+            fix = (
+                "Leave it out: it would save in the middle of a step, and wait for ranks that know of no exception;"
+                " its file would then be what `last` means. Save more often instead (`every_n_train_steps`)."
+            )
+            rule = "cannot be used together with a callback that saves on exceptions"
+            raise ConfigurationError(_FIELD, rule, type(one).__name__, fix)
 
 
 def install_reader(trainer: pl.Trainer, open_checkpoint: Callable[[Any], OpenCheckpoint]) -> None:

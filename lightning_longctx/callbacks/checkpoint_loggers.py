@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
+from lightning_longctx.callbacks.checkpoint_report import STALL
+
 __all__ = ["continue_loggers", "logger_identities", "refer_in_wandb"]
 
 
@@ -67,7 +69,7 @@ def _continue_csv(logger: CSVLogger, version: int | str, step: int) -> None:
     if path.is_file():
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
-            keys, rows = list(reader.fieldnames or []), [row for row in reader if _step_of(row) <= step]
+            keys, rows = list(reader.fieldnames or []), _rows_until(list(reader), step)
         path.unlink()  # Lightning's writer would remove it, with a warning
     experiment = logger.experiment
     if rows:
@@ -77,6 +79,21 @@ def _continue_csv(logger: CSVLogger, version: int | str, step: int) -> None:
             writer = csv.DictWriter(file, fieldnames=keys)
             writer.writeheader()
             writer.writerows(rows)
+
+
+def _rows_until(rows: Sequence[dict[str, str]], step: int) -> list[dict[str, str]]:
+    """Rows that were logged before a save.
+
+    A row of that very number is one of the validation before the save, or of the step after it, which comes again: the
+    row in which the save itself was logged is between them.
+    """
+    saves = [at for at, row in enumerate(rows) if _step_of(row) == step and _is_save(row)]
+    until = saves[-1] if saves else len(rows)
+    return [row for at, row in enumerate(rows) if _step_of(row) < step or (_step_of(row) == step and at <= until)]
+
+
+def _is_save(row: Mapping[str, str]) -> bool:
+    return any(key.startswith(STALL) and value for key, value in row.items())
 
 
 def _step_of(row: Mapping[str, str]) -> int:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NoReturn
 
-__all__ = ["CheckpointOptions"]
+from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import check_whole
+
+__all__ = ["CheckpointOptions", "check_interval", "check_options", "local_folder"]
+
+_FIELD = "callbacks.AsyncDCPCheckpoint"
 
 
 @dataclass(frozen=True)
@@ -40,3 +47,66 @@ class CheckpointOptions:
     stage_dir: str | None = None
     export_hf_at_end: str | None = None
     wandb_reference: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("keep_every_n_steps", "save_top_k"):
+            check_whole(f"{_FIELD}.options.{name}", getattr(self, name), 0)
+        if self.on_missing not in ("error", "warn"):
+            _refuse("options.on_missing", "must be `error` or `warn`", self.on_missing, "Choose one.")
+        for name in ("trainable_only", "trust_pickle", "wandb_reference"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(f"options.{name}", "must be true or false", getattr(self, name), "Choose one.")
+        if self.trainable_only and self.export_hf_at_end is not None:
+            fix = "Leave one out: a part of the weights is no model."
+            _refuse("options.export_hf_at_end", "cannot be used together with trainable_only", "both", fix)
+        check_interval("options.timeout", self.timeout, zero=False)
+        check_interval("options.drain_timeout", self.drain_timeout)
+        for name in ("stage_dir", "export_hf_at_end"):
+            folder = local_folder(f"options.{name}", getattr(self, name))
+            object.__setattr__(self, name, None if folder is None else str(folder))
+
+
+def check_options(options: object) -> CheckpointOptions:
+    """Make sure that the group of settings is one.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if not isinstance(options, CheckpointOptions):
+        fix = "Give `CheckpointOptions(...)`, or leave it out."
+        _refuse("options", "must be CheckpointOptions", options, fix)
+    assert isinstance(options, CheckpointOptions)
+    return options
+
+
+def check_interval(name: str, value: object, zero: bool = True) -> None:
+    """Make sure that a setting is a length of time.
+
+    Raises:
+        ConfigurationError: another type, or negative, or nothing where that could not work.
+    """
+    fix = "Give `timedelta(minutes=10)`, or `0:10:00` in YAML."
+    if not isinstance(value, timedelta) or value < timedelta(0):
+        _refuse(name, "must be a length of time", value, fix)
+    if not value and not zero:
+        _refuse(name, "must be longer than nothing", value, fix)
+
+
+def local_folder(name: str, path: object) -> Path | None:
+    """A folder of this machine, with the home folder for ``~``.
+
+    Raises:
+        ConfigurationError: a URL, nothing at all, or no path.
+    """
+    if path is None:
+        return None
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        _refuse(name, "must be a folder", path, "Give its path, or leave it out.")
+    if "://" in str(path):
+        fix = "Give a mounted path: a checkpoint gets its name by an atomic rename, which such stores do not have."
+        _refuse(name, "must be a folder", path, fix)
+    return Path(str(path)).expanduser()
+
+
+def _refuse(name: str, rule: str, got: object, fix: str) -> NoReturn:
+    raise ConfigurationError(f"{_FIELD}.{name}", rule, repr(str(got) if isinstance(got, os.PathLike) else got), fix)

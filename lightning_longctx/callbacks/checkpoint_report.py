@@ -11,7 +11,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_longctx.checkpoint.writer import Outcome
 
-__all__ = ["CheckpointReport", "shown"]
+__all__ = ["STALL", "CheckpointReport", "shown"]
+
+#: Key of the metric that is logged with each save, before the name of the slot.
+STALL = "checkpoint/stall_s/"
 
 # Waits for earlier writes, in all, above which people should hear of it.
 _NOTICEABLE_SECONDS = 1.0
@@ -53,7 +56,7 @@ class CheckpointReport:
         """
         self._lost += seconds
         self._saves += 1
-        self._log(trainer, {f"checkpoint/stall_s/{slot}": value for slot, value in waited.items()})
+        self._log(trainer, {f"{STALL}{slot}": value for slot, value in waited.items()})
         self._blocked += blocked
         if self._blocked > _NOTICEABLE_SECONDS and not self._warned:
             self._warned = True

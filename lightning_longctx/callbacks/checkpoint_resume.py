@@ -10,15 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader
 
 from lightning_longctx.callbacks.checkpoint_report import shown
+from lightning_longctx.checkpoint.exchange import all_gather_json
 from lightning_longctx.checkpoint.layout import Commit
 from lightning_longctx.checkpoint.restore import RUN_STATE
 from lightning_longctx.checkpoint.rng import reseed, restore_rng
 from lightning_longctx.errors import CheckpointError
+from lightning_longctx.topology import topology_of
 
-__all__ = ["Resumed", "check_data", "hide_lightnings_hint", "realign_windows", "take_resumed"]
+__all__ = [
+    "Resumed",
+    "agree_on_last",
+    "check_data",
+    "follow_accumulation",
+    "hide_lightnings_hint",
+    "realign_windows",
+    "renew_iterator",
+    "take_resumed",
+]
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,49 @@ def realign_windows(loops: Mapping[str, Any], saved: int, present: int) -> None:
     for key in current:
         total[key] += change
         current[key] = windows * present - behind[key]
+
+
+def agree_on_last(trainer: pl.Trainer, found: str) -> None:
+    """Make sure that all ranks found a checkpoint for ``last``, or none did: one rank would wait for the others.
+
+    Args:
+        trainer: its processes are connected.
+        found: name of the checkpoint that this rank found; empty if it found none.
+
+    Raises:
+        CheckpointError: ranks do not see the same store; on every rank.
+    """
+    names = all_gather_json(found, topology_of(trainer).host_group)
+    if any(names) and not all(names):
+        got = ", ".join(f"{name or 'none'} on rank {rank}" for rank, name in enumerate(names))
+        fix = "Put `dirpath` on a store that all nodes share."
+        raise CheckpointError("ckpt_path: last", "must find a checkpoint on every rank", got, fix)
+
+
+def follow_accumulation(trainer: pl.Trainer, epoch: int) -> None:
+    """Let a ``GradientAccumulationScheduler`` set the micro-batches of a step: Lightning asks it for later epochs only.
+
+    Args:
+        trainer: the run.
+        epoch: the one that the run is in.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+    for one in callbacks:
+        if isinstance(one, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = one.get_accumulate_grad_batches(epoch)
+
+
+def renew_iterator(trainer: pl.Trainer) -> None:
+    """At the end of an epoch, begin the next one with the restored random numbers.
+
+    Lightning makes the iterator of a resumed epoch before they are back, and a plain ``DataLoader`` draws its order
+    from them. Loaders that keep a state of their own have been put where they were, and are left alone.
+    """
+    loop = trainer.fit_loop
+    loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
+    plain = all(isinstance(one, DataLoader) and not hasattr(one, "load_state_dict") for one in loaders)
+    if plain and loop.epoch_loop.batch_progress.current.ready >= loop.max_batches and loop._data_fetcher is not None:
+        iter(loop._data_fetcher)
 
 
 def hide_lightnings_hint() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from lightning import __version__ as lightning_version
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_longctx.callbacks.checkpoint_capture import RunState, capture, weights_of
+from lightning_longctx.callbacks.checkpoint_capture import RunState, capture, optimizers_of, weights_of
 from lightning_longctx.callbacks.checkpoint_loggers import refer_in_wandb
 from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions
 from lightning_longctx.callbacks.checkpoint_report import CheckpointReport, shown
@@ -74,6 +74,7 @@ class CheckpointRun:
         self._saved = (-1, False)  # step of the last save, and whether it can be resumed
         self._saved_name = ""
         self._deferred: bool | None = None  # a save that waits for a validation; whether it must be resumable
+        self._scored = False
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -126,8 +127,23 @@ class CheckpointRun:
         score = self._trainer.callback_metrics.get(monitor) if monitor else None
         if self._deferred is not None or score is not None:
             self._save(must_resume=bool(self._deferred))
+        if score is None:
+            self._miss_score()
+        self._scored = True
         if score is not None and self._trainer.is_global_zero and self._saved_name:
             write_score(self._writer.filesystem, self._plan.folder, self._saved_name, float(score))
+
+    def _miss_score(self) -> None:
+        """Say once that the monitored metric is not there."""
+        monitor = self._plan.monitor
+        if monitor and not self._scored:
+            self._scored = True
+            known = sorted(self._trainer.callback_metrics)
+            rank_zero_warn(
+                f"AsyncDCPCheckpoint: `monitor` {monitor!r} was not logged by a validation, so `best` is the newest"
+                f" checkpoint. Logged are {known}.",
+                category=UserWarning,
+            )
 
     def after_epoch(self) -> None:
         """Save at the end of an epoch."""
@@ -141,6 +157,8 @@ class CheckpointRun:
         if self._trainer.global_step:
             self._save(must_resume=True)
         self._drain()
+        if not self._trainer.enable_validation:
+            self._miss_score()
         self._report.summarize()
         self._export()
         self._close()
@@ -175,7 +193,7 @@ class CheckpointRun:
         error, state = None, RunState({}, None, {})
         trainable_only, topology = self._plan.options.trainable_only, self._plan.topology
         try:
-            state = capture(self._trainer, self._module, trainable_only)
+            state = capture(self._trainer, self._module, trainable_only, self._plan.options.trust_pickle)
         except CheckpointError as problem:
             error = str(problem)
         slots = {WEIGHTS: state.weights} if state.weights else {}
@@ -191,7 +209,7 @@ class CheckpointRun:
         slots = self._writer.slots
         try:
             slots[WEIGHTS].buffers.prepare(weights_of(self._module, self._plan.options.trainable_only))
-            expected = expected_optimizer_tensors(self._module, self._trainer.optimizers)
+            expected = expected_optimizer_tensors(self._module, optimizers_of(self._trainer))
             slots[OPTIMIZER].buffers.prepare(expected, tied=False)
         except CheckpointError:
             return  # the first save tells, on all ranks

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.callbacks.checkpoint_options import check_interval
+from lightning_longctx.units import check_whole
 
 __all__ = ["DEFAULT_STEPS", "Schedule"]
 
@@ -23,7 +24,7 @@ class Schedule:
         optimizer_every_n_saves: the first of so many saves holds the optimizer's state, the others weights only.
 
     Raises:
-        ConfigurationError: a number below 1.
+        ConfigurationError: no whole number, or one below 1; no length of time.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class Schedule:
             "optimizer_every_n_saves": optimizer_every_n_saves,
         }
         for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise ConfigurationError(f"callbacks.AsyncDCPCheckpoint.{name}", "must be positive", number, "Give 1.")
+            if number is not None:
+                check_whole(f"callbacks.AsyncDCPCheckpoint.{name}", number, 1)
+        if train_time_interval is not None:
+            check_interval("train_time_interval", train_time_interval)
         if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
             every_n_train_steps = DEFAULT_STEPS
         self.steps, self.epochs, self.interval = every_n_train_steps, every_n_epochs, train_time_interval

@@ -130,7 +130,11 @@ class Attempt:
 
     def _check_sizes(self, files: Mapping[str, FileFacts]) -> None:
         for name, facts in files.items():
-            found = (self.staging / name).stat().st_size
+            try:
+                found = (self.staging / name).stat().st_size
+            except FileNotFoundError as error:
+                fix = "Put `dirpath` on a store that all nodes share."
+                raise CheckpointError(name, "must be there for the first rank", error, fix) from error
             if found != facts.size:
                 fix = "The store lost bytes; look at its health."
                 raise CheckpointError(name, f"must have {facts.size} bytes", found, fix)

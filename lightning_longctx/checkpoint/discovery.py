@@ -19,11 +19,24 @@ from pathlib import Path
 from lightning_longctx.checkpoint.layout import COMMIT, STAGING, Commit, parse_name
 from lightning_longctx.errors import CheckpointError
 
-__all__ = ["DEEP_BYTES", "Found", "file_problem", "find_latest", "is_checkpoint", "leased", "reading", "scan", "verify"]
+__all__ = [
+    "DEEP_BYTES",
+    "Found",
+    "file_problem",
+    "find_latest",
+    "is_checkpoint",
+    "leased",
+    "reading",
+    "scan",
+    "verify",
+    "was_verified",
+]
 
 #: Up to this size checksums are compared before a resume: about a minute. Above it sizes are, and the checksums of
 #: everything that is not tensor data; ``longctx checkpoint verify --deep`` compares them all.
 DEEP_BYTES = 64 * 2**30
+
+_verified: set[tuple[str, str, int]] = set()
 
 _PIECE = 16 * 2**20
 _LEASE_SECONDS = 3600.0
@@ -105,7 +118,15 @@ def verify(checkpoint: Path, deep_bytes: int | None = None) -> str:
         return found.problem
     deep = deep_bytes is None or found.commit.size <= deep_bytes
     names = [name for name in found.commit.files if deep or not name.endswith(".distcp")]
-    return next((problem for name in names if (problem := file_problem(checkpoint, found.commit, name))), "")
+    problem = next((problem for name in names if (problem := file_problem(checkpoint, found.commit, name))), "")
+    if deep and not problem:
+        _verified.add(_identity(checkpoint, found.commit))
+    return problem
+
+
+def was_verified(checkpoint: Path, commit: Commit) -> bool:
+    """Whether this process has found all checksums right already: what was looked for is not read twice."""
+    return _identity(checkpoint, commit) in _verified
 
 
 def file_problem(checkpoint: Path, commit: Commit, name: str) -> str:
@@ -165,6 +186,10 @@ def _look(path: Path) -> Found:
         if size != facts.size:
             return Found(path, commit, f"{name} has {size} instead of {facts.size} bytes")
     return Found(path, commit)
+
+
+def _identity(checkpoint: Path, commit: Commit) -> tuple[str, str, int]:
+    return str(checkpoint.resolve()), commit.run, commit.sequence
 
 
 def _use_problem(found: Found, resumable: bool) -> str:

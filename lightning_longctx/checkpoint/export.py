@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +58,7 @@ def export_checkpoint(
     Raises:
         CheckpointError: the checkpoint has no complete weights, or ``output`` exists.
     """
-    opened, target = OpenCheckpoint(checkpoint), Path(output)
+    opened, target = OpenCheckpoint(checkpoint, deep_bytes=None), Path(output)
     if opened.commit.trainable_only:
         fix = "Load it into the model with its base (AsyncDCPCheckpoint.load_weights), and save that."
         raise CheckpointError(str(checkpoint), "must hold all weights", "those of trainable parameters only", fix)
@@ -87,8 +88,11 @@ def _write_hugging_face(
     extra = opened.rank_extra(0)
     directory = opened.weights()
     folder.mkdir()
-    shards = list(_shards(directory, dtype, shard_bytes))
-    prefix = _common_prefix(directory)
+    prefix = extra.get("model_prefix") or ""
+    left_out = [key for key in directory if not key.startswith(prefix)]
+    if left_out:
+        warnings.warn(f"Not part of the Hugging Face model, and left out: {left_out[:8]}", UserWarning, stacklevel=3)
+    shards = list(_shards([key for key in directory if key.startswith(prefix)], directory, dtype, shard_bytes))
     place: dict[str, str] = {}
     for number, keys in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -116,7 +120,7 @@ def _write_torch(opened: OpenCheckpoint, file: Path, dtype: torch.dtype | None, 
         if not opened.commit.resumable or OPTIMIZER not in opened.commit.slots:
             fix = "Export with `--to torch`, or another checkpoint."
             raise CheckpointError(str(opened.path), "must hold optimizer state", opened.commit.slots, fix)
-        directory = TensorDirectory(opened.path / OPTIMIZER)
+        directory = opened.optimizers()
         state["optimizer_states"] = [
             saved_optimizer_state(directory, number, saved) for number, saved in enumerate(extra["optimizers"])
         ]
@@ -125,11 +129,14 @@ def _write_torch(opened: OpenCheckpoint, file: Path, dtype: torch.dtype | None, 
     torch.save(state, file)
 
 
-def _shards(directory: TensorDirectory, dtype: torch.dtype | None, limit: int) -> Iterator[list[str]]:
-    """Names, each tensor once, in groups of at most ``limit`` bytes."""
+def _shards(
+    names: Iterable[str], directory: TensorDirectory, dtype: torch.dtype | None, limit: int
+) -> Iterator[list[str]]:
+    """Those of these names that are tensors of their own, in groups of at most ``limit`` bytes."""
+    chosen = dict.fromkeys(names)
     keys: list[str] = []
     size = 0
-    for key in (key for key in directory if key not in directory.aliases):
+    for key in (name for name in chosen if directory.aliases.get(name) not in chosen):
         more = _bytes(directory[key], dtype)
         if keys and size + more > limit:
             yield keys
@@ -137,11 +144,6 @@ def _shards(directory: TensorDirectory, dtype: torch.dtype | None, limit: int) -
         keys.append(key)
         size += more
     yield keys
-
-
-def _common_prefix(keys: Mapping[str, Any]) -> str:
-    """The name under which a LightningModule holds its Hugging Face model."""
-    return "model." if all(key.startswith("model.") for key in keys) else ""
 
 
 def _bytes(saved: SavedTensor, dtype: torch.dtype | None) -> int:

@@ -6,6 +6,7 @@ saved, where the fault can still be mended, and not at the resume that would fai
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections import OrderedDict, defaultdict
@@ -36,13 +37,14 @@ _BROKEN = (
 )
 
 
-def snapshot(value: Any, where: str) -> Any:
+def snapshot(value: Any, where: str, trust_pickle: bool = False) -> Any:
     """Copy state so that training may go on changing the original.
 
     Args:
         value: containers of plain Python values and tensors. Tensors are copied to the CPU, numpy scalars become
             Python's.
         where: name of ``value``, for the error.
+        trust_pickle: copy also what only a pickle can hold. Only ``trust_pickle`` can load that again.
 
     Raises:
         CheckpointError: something that could only be loaded by running code; names its key.
@@ -54,14 +56,16 @@ def snapshot(value: Any, where: str) -> Any:
     if type(value) in _ATOMS:
         return value
     if isinstance(value, numpy.generic):
-        return snapshot(value.item(), where)
+        return snapshot(value.item(), where, trust_pickle)
     if isinstance(value, Tensor):
         return _copy(value, where)
     if type(value) in (dict, OrderedDict, defaultdict) or _is_mapping_proxy(value):
-        copied = {_key(key, where): snapshot(item, f"{where}[{key!r}]") for key, item in value.items()}
+        copied = {_key(key, where): snapshot(item, f"{where}[{key!r}]", trust_pickle) for key, item in value.items()}
         return OrderedDict(copied) if isinstance(value, OrderedDict) else copied
     if type(value) in (list, tuple):
-        return type(value)(snapshot(item, f"{where}[{index}]") for index, item in enumerate(value))
+        return type(value)(snapshot(item, f"{where}[{index}]", trust_pickle) for index, item in enumerate(value))
+    if trust_pickle:
+        return copy.deepcopy(value)
     raise _refusal(value, where)
 
 
@@ -111,5 +115,5 @@ def _copy(value: Tensor, where: str) -> Tensor:
 
 def _refusal(value: Any, where: str) -> CheckpointError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    fix = "Return plain containers, numbers, strings and tensors from `state_dict` (leave it out of `hparams`)."
+    fix = "Give plain values and tensors (`save_hyperparameters(ignore=[...])`), or set `trust_pickle`."
     return CheckpointError(where, "must be loadable without running code", kind, fix)

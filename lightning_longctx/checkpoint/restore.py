@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_longctx.checkpoint.discovery import file_problem, verify
+from lightning_longctx.checkpoint.discovery import DEEP_BYTES, file_problem, verify, was_verified
 from lightning_longctx.checkpoint.exchange import all_gather_json
 from lightning_longctx.checkpoint.layout import METADATA, OPTIMIZER, PACKED_INDEX, WEIGHTS, Commit, extra_file
 from lightning_longctx.checkpoint.plain import load_plain
 from lightning_longctx.checkpoint.reading import TensorDirectory
-from lightning_longctx.checkpoint.states import load_optimizer, split_tensors, trainable_names
+from lightning_longctx.checkpoint.states import load_optimizer, plain_name, split_tensors, trainable_names
 from lightning_longctx.errors import CheckpointError
 from lightning_longctx.topology import Topology
 
@@ -39,26 +39,33 @@ RUN_STATE = "longctx_run"
 class OpenCheckpoint:
     """A checkpoint that was found intact.
 
-    The first rank compares all sizes, and the checksums of all but tensor data. The others check what they read.
+    The first rank compares all sizes, and the checksums of what is read. The others check all they read but tensors.
 
     Args:
         path: its directory.
         on_missing: what to do about state that is missing or does not fit.
         trust_pickle: let the checkpoint run code.
+        deep_bytes: compare the checksums of tensor data up to this size in all; None: always.
 
     Raises:
         CheckpointError: it is incomplete or damaged.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], on_missing: OnMissing = "error", trust_pickle: bool = False
+        self,
+        path: str | os.PathLike[str],
+        on_missing: OnMissing = "error",
+        trust_pickle: bool = False,
+        deep_bytes: int | None = DEEP_BYTES,
     ) -> None:
         self.path = Path(path)
         self.commit = Commit.read(self.path)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        self._checks = not dist.is_initialized() or dist.get_rank() == 0
+        if self._checks:
             self._refuse(verify(self.path, deep_bytes=0))
         self._on_missing = on_missing
         self._trust_pickle = trust_pickle
+        self._deep = deep_bytes is None or self.commit.size <= deep_bytes
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -83,7 +90,9 @@ class OpenCheckpoint:
         if WEIGHTS not in self.commit.slots and self.commit.resumable:
             return  # of a run that trains nothing
         directory = self.weights()
-        targets, other = split_tensors(module.state_dict())
+        tensors, other = split_tensors(module.state_dict())
+        keys = {plain_name(key): key for key in tensors}
+        targets = {name: tensors[key] for name, key in keys.items()}
         unknown = sorted(set(directory) - set(targets))
         missing = sorted(set(targets) - set(directory) - self._frozen(module))
         if strict:
@@ -91,7 +100,8 @@ class OpenCheckpoint:
         known = {key: value for key, value in targets.items() if key in directory}
         directory.read_into(known)
         saved = self.rank_extra(0).get("weights_extra", {})
-        state = {**known, **{key: saved[key] for key in other if key in saved}}
+        state = {keys[name]: value for name, value in known.items()}
+        state |= {key: saved[key] for key in other if key in saved}
         module.load_state_dict(state, strict=False)  # for hooks of the module; the tensors are in place
 
     def full_weights(self, module: Module | None = None) -> dict[str, Any]:
@@ -103,13 +113,22 @@ class OpenCheckpoint:
         if WEIGHTS not in self.commit.slots and self.commit.resumable:
             return {} if module is None else dict(module.state_dict())
         directory = self.weights()
-        state: dict[str, Any] = {key: directory.read(key) for key in directory}
+        own = {} if module is None else {plain_name(key): key for key in module.state_dict()}
+        state: dict[str, Any] = {own.get(name, name): directory.read(name) for name in directory}
         if self.commit.trainable_only and module is not None:
-            own = module.state_dict()
-            state |= {key: own[key] for key in self._frozen(module) if key not in state}
+            present = module.state_dict()
+            state |= {own[name]: present[own[name]] for name in self._frozen(module) if own[name] not in state}
         return {**state, **self.rank_extra(0).get("weights_extra", {})}
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
+
+    def optimizers(self) -> TensorDirectory:
+        """The tensors of the optimizers, by name.
+
+        Raises:
+            CheckpointError: it holds none.
+        """
+        return self._slot(OPTIMIZER)
 
     def require_resumable(self) -> None:
         """Make sure that training can go on from here.
@@ -119,6 +138,26 @@ class OpenCheckpoint:
         """
         if not self.commit.resumable:
             self._report([f"{self.path.name} holds {self.commit.slots}, and no state of the optimizer"])
+
+    def fit_schedulers(self, state: Mapping[str, Any], schedulers: Sequence[Any]) -> None:
+        """Make sure that the saved schedulers are those of the run, before Lightning restores them one by one.
+
+        Args:
+            state: with ``lr_schedulers``; the states of those that start anew are replaced in it.
+            schedulers: of the run.
+
+        Raises:
+            CheckpointError: another number of schedulers, or of another class.
+        """
+        saved, kinds = state["lr_schedulers"], self.rank_extra(0).get("schedulers", [])
+        problems = []
+        if len(saved) != len(schedulers):
+            problems.append(f"{len(saved)} learning rate schedulers were saved and there are {len(schedulers)}")
+        for number, (scheduler, kind) in enumerate(zip(schedulers, kinds, strict=False)):
+            if type(scheduler).__name__ != kind:
+                problems.append(f"scheduler {number} is {type(scheduler).__name__}, and {kind} was saved")
+                saved[number] = scheduler.state_dict()
+        self._report(problems)
 
     def load_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
         """Load the state of all optimizers, by name of the parameter.
@@ -210,6 +249,9 @@ class OpenCheckpoint:
             raise CheckpointError(str(self.path), f"must hold {name}", self.commit.slots or "extra state only", fix)
         for file in (METADATA, PACKED_INDEX):
             self._refuse(file_problem(self.path, self.commit, f"{name}/{file}"))
+        if self._checks and self._deep and not was_verified(self.path, self.commit):
+            for file in self.commit.files:
+                self._refuse(file_problem(self.path, self.commit, file) if file.startswith(f"{name}/") else "")
         return TensorDirectory(self.path / name, self._trust_pickle)
 
     def _refuse(self, problem: str) -> None:
@@ -217,7 +259,9 @@ class OpenCheckpoint:
             raise CheckpointError(str(self.path), "must be complete and intact", problem, "Use another checkpoint.")
 
     def _frozen(self, module: Module) -> set[str]:
-        return set(module.state_dict()) - trainable_names(module) if self.commit.trainable_only else set()
+        if not self.commit.trainable_only:
+            return set()
+        return {plain_name(key) for key in module.state_dict()} - trainable_names(module)
 
     def _check_names(self, missing: list[str], unknown: list[str]) -> None:
         problems = [f"no weights were saved for `{name}`" for name in missing]

@@ -15,6 +15,7 @@ from lightning_longctx.checkpoint.discovery import Found, leased, scan
 from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import STAGING, Commit, owner_file
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import check_whole
 
 __all__ = ["Retention", "best_first", "collect_garbage", "owner_note", "prune", "superfluous"]
 
@@ -40,9 +41,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, least in (("keep_last", 1), ("keep_every_n_steps", 0), ("save_top_k", 0)):
-            if getattr(self, name) < least:
-                fix = f"Give {least} or more."
-                raise ConfigurationError(name, f"must be at least {least}", getattr(self, name), fix)
+            check_whole(name, getattr(self, name), least)
         if self.mode not in ("min", "max"):
             raise ConfigurationError("mode", "must be `min` or `max`", repr(self.mode), "Choose one.")
 

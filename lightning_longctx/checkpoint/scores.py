@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from lightning_longctx.checkpoint.filesystem import FileSystem
@@ -15,13 +16,16 @@ def read_scores(root: Path) -> dict[str, float]:
     """Scores by name of the checkpoint; empty if there are none, or none that can be read."""
     try:
         content = json.loads((root / SCORES).read_text())
-        return {str(name): float(value) for name, value in content.items()}
+        scores = {str(name): float(value) for name, value in content.items()}
     except (OSError, ValueError, AttributeError):
         return {}
+    return {name: value for name, value in scores.items() if not math.isnan(value)}
 
 
 def write_score(filesystem: FileSystem, root: Path, name: str, value: float) -> None:
-    """Add a score, and drop those of checkpoints that are gone."""
+    """Add a score, and drop those of checkpoints that are gone. What is no number is no score: it is never best."""
+    if math.isnan(value):
+        return
     scores = {
         known: score
         for known, score in read_scores(root).items()

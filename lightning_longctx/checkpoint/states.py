@@ -23,6 +23,7 @@ __all__ = [
     "load_optimizer",
     "optimizer_state",
     "parameter_names",
+    "plain_name",
     "saved_optimizer_state",
     "split_tensors",
     "trainable_names",
@@ -36,14 +37,24 @@ def split_tensors(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str
 
 
 def parameter_names(module: Module) -> dict[Parameter, str]:
-    """Name of each parameter, without what ``torch.compile`` adds; tied ones have their first name."""
-    return {parameter: name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
+    """Name of each parameter, as :func:`plain_name` has it; tied ones have their first name."""
+    return {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """A name without what ``torch.compile`` adds: whether a part is compiled is no matter of what is saved.
+
+    Example:
+        >>> plain_name("net._orig_mod.0.weight")
+        'net.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
 
 
 def trainable_names(module: Module) -> set[str]:
-    """Keys of ``module.state_dict()`` that training may change: trainable parameters, and all buffers."""
+    """Plain names of what training may change: trainable parameters, and all buffers."""
     frozen = {name for name, value in module.named_parameters(remove_duplicate=False) if not value.requires_grad}
-    return {key for key in module.state_dict() if key not in frozen}
+    return {plain_name(key) for key in module.state_dict() if key not in frozen}
 
 
 def optimizer_state(module: Module, optimizers: Sequence[Optimizer]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -118,6 +129,8 @@ def load_optimizer(
         fresh state.
     """
     names = _names_by_number(number, optimizer, parameter_names(module))
+    if problem := _other_kind(number, optimizer, saved):
+        return [problem]
     groups, problems = _fit_groups(number, optimizer, names, saved["param_groups"])
     found = _saved_entries(directory, number)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -215,6 +228,18 @@ def _fit_groups(
         source = saved[min(sources)] if sources else group
         groups.append({**source, "params": group["params"]})
     return groups, problems
+
+
+def _other_kind(number: int, optimizer: Optimizer, saved: Mapping[str, Any]) -> str:
+    """Why the saved state is that of another optimizer; empty if it is not. Another class with the same settings fits.
+
+    Not every optimizer fails of another one's state: it could also go on with moments that mean something else.
+    """
+    kind, present = saved.get("class"), type(optimizer).__name__
+    settings = set().union(*(group.keys() for group in saved["param_groups"]))
+    if kind is None or kind == present or set(optimizer.defaults) <= settings:
+        return ""
+    return f"optimizer_{number} is {present}, and {kind} was saved"
 
 
 def _differences(number: int, present: set[str], saved: set[str]) -> list[str]:

@@ -65,8 +65,11 @@ def _load_own(strategy: ModelParallelStrategy, path: Path) -> dict[str, Any]:
         opened.require_resumable()
     opened.load_weights(module, strict=module.strict_loading)
     if trainer.state.fn == TrainerFn.FITTING:
-        opened.load_optimizers(module, strategy.optimizers)
-    return opened.run_state(strategy.topology)  # type: ignore[attr-defined]  # LongContextFSDPStrategy has it
+        opened.load_optimizers(module, [one for one in strategy.optimizers if one.param_groups])
+    state = opened.run_state(strategy.topology)  # type: ignore[attr-defined]  # LongContextFSDPStrategy has it
+    if trainer.state.fn == TrainerFn.FITTING:
+        opened.fit_schedulers(state, [one.scheduler for one in trainer.lr_scheduler_configs])
+    return state
 
 
 def _load_stock_directory(strategy: ModelParallelStrategy, path: Path) -> dict[str, Any]:

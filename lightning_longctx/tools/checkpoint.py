@@ -13,6 +13,7 @@ import torch
 from lightning_longctx.checkpoint.discovery import Found, find_latest, is_checkpoint, scan, verify
 from lightning_longctx.checkpoint.export import export_checkpoint
 from lightning_longctx.checkpoint.filesystem import FileSystem
+from lightning_longctx.checkpoint.layout import parse_name
 from lightning_longctx.checkpoint.retention import Retention, prune, superfluous
 from lightning_longctx.checkpoint.scores import read_scores
 from lightning_longctx.errors import CheckpointError, ConfigurationError
@@ -138,7 +139,7 @@ def _prune(options: argparse.Namespace) -> tuple[int, Any]:
 
 
 def _found(path: Path) -> list[Found]:
-    if is_checkpoint(path):
+    if parse_name(path.name) and path.is_dir():
         return [one for one in scan(path.parent) if one.path.name == path.name]
     found = scan(path)
     if not found:

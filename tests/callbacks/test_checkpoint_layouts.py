@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback
 
+from lightning_longctx.callbacks.checkpoint_resume import agree_on_last
 from lightning_longctx.checkpoint.discovery import scan
 from tests.callbacks.checkpoint_toy import assert_same, fit
-from tests.helpers.pool import run_ranks
+from tests.helpers.pool import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -94,3 +96,19 @@ def test_random_numbers_start_from_new_seeds_in_another_layout(tmp_path: Path) -
     run_ranks(_fit, 2, str(tmp_path / "c"), 5, None, 2, 1, {})
     draws = run_ranks(_first_draw, 4, str(tmp_path / "c"), 4)
     assert len(set(draws)) == 4, "no two ranks draw the same numbers"
+
+
+def _last_of(found: list[str]) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    trainer.strategy.setup_environment()
+    agree_on_last(trainer, found[trainer.global_rank])
+
+
+@pytest.mark.distributed
+def test_ranks_that_do_not_see_the_same_store_are_told() -> None:
+    """One rank loaded, and waited for the other, which began anew, until the time limit."""
+    run_ranks(_last_of, 2, ["step-00000006-aaaaaaaa", "step-00000004-bbbbbbbb"])  # one is damaged: the first rank knows
+    run_ranks(_last_of, 2, ["", ""])
+    with pytest.raises(RankError, match="a store that all nodes share") as raised:
+        run_ranks(_last_of, 2, ["step-00000006-aaaaaaaa", ""])
+    assert len(raised.value.causes) == 2

@@ -157,3 +157,68 @@ def test_weights_of_a_part_cannot_be_exported_as_a_model() -> None:
     fit("c", 2, parts={"frozen": True}, options={"trainable_only": True})
     with pytest.raises(CheckpointError, match="must hold all weights"):
         export_checkpoint(scan("c")[0].path, "out", "hf")
+
+
+def test_damage_that_only_checksums_show_is_not_exported_or_loaded() -> None:
+    """torchtitan#4011: a flipped bit was exported, and loaded by path, in silence."""
+    fit("c", 2)
+    checkpoint = scan("c")[0].path
+    file = checkpoint / "weights" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="wrong checksum"):
+        AsyncDCPCheckpoint.load_weights(checkpoint, Recorder())
+    with pytest.raises(CheckpointError, match="wrong checksum"):
+        fit("c", 3, ckpt_path=str(checkpoint))
+    assert _tool("export", checkpoint, "--to", "hf", "--output", "out") == 2
+    assert not Path("out").exists()
+
+
+def test_a_checkpoint_without_its_record_is_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+    _fill("c", 5)
+    (checkpoint,) = scan("c")
+    (checkpoint.path / "COMMIT.json").unlink()
+    assert _tool("verify", checkpoint.path) == 1
+    assert "COMMIT.json" in capsys.readouterr().out
+
+
+class _Wrapped(pl.LightningModule):
+    """Somebody's module around a Hugging Face model whose embedding and head are tied, with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        self.net = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen += 1
+        return torch.as_tensor(self.net(input_ids=batch, labels=batch).loss)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_anybodys_module_around_a_hugging_face_model_is_exported() -> None:
+    """It came without its configuration, under names that no model has, with the buffer among them."""
+    from transformers import AutoModelForCausalLM
+
+    module = _Wrapped()
+    settings: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    loader = torch.utils.data.DataLoader([torch.arange(16)] * 4, batch_size=2)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=2, callbacks=[AsyncDCPCheckpoint("c")], **settings)
+    trainer.fit(module, loader)
+    with pytest.warns(UserWarning, match="seen"):
+        export_checkpoint(scan("c")[0].path, "out", "hf")
+    from safetensors import safe_open
+
+    with safe_open("out/model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - it is no mapping
+    model, report = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert all(torch.equal(value, module.net.state_dict()[key]) for key, value in model.state_dict().items())
