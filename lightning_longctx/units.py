@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["TokenCount", "parse_token_count"]
+__all__ = ["TokenCount", "check_count", "parse_token_count"]
 
 if TYPE_CHECKING:
     TokenCount: TypeAlias = int
@@ -56,3 +56,19 @@ def parse_token_count(value: int | float | str, field: str = "tokens") -> int:
     if count != number * factor or count < 1:
         raise ConfigurationError(field, "must be a whole positive number of tokens", repr(value), fix)
     return count
+
+
+def check_count(value: object, field: str, unit: str) -> None:
+    """Refuse what is neither a positive integer nor None.
+
+    Args:
+        value: of a setting.
+        field: the setting's name, for the error.
+        unit: what is counted: ``steps``.
+
+    Raises:
+        ConfigurationError: another type, or less than 1.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        fix = f"Write the number of {unit}."
+        raise ConfigurationError(field, "must be a positive integer or null", repr(value), fix)
