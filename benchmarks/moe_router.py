@@ -36,7 +36,7 @@ def step_ratio(repeats: int) -> tuple[float, float]:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings)).train()
     ids = torch.randint(0, 256, (1, TOKENS))
     counts = RouterCounts(find_sites(model), torch.device("cpu"))
-    counts.valid = torch.ones(TOKENS, dtype=torch.bool)
+    counts.padding = torch.zeros(TOKENS, 1, dtype=torch.bool)
 
     def step(active: bool) -> float:
         counts.active = active
@@ -45,6 +45,7 @@ def step_ratio(repeats: int) -> tuple[float, float]:
         return time.perf_counter() - start
 
     step(True), step(False)
+    counts.settle()  # as after the first batch of a run
     pairs = [(step(False), step(True)) if turn % 2 else (step(True), step(False))[::-1] for turn in range(repeats)]
     return statistics.median(off for off, _ in pairs), statistics.median(on / off for off, on in pairs)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID
-from lightning_longctx.callbacks.source_names import SourceTable
+from lightning_longctx.callbacks.source_names import SourceTable, exchanged
 from lightning_longctx.errors import BatchContractError
 
 __all__ = ["POSITION_NAMES", "SOURCE_KEYS", "BatchReader", "TokenLosses", "losses_of_output"]
@@ -161,7 +161,7 @@ class BatchReader:
             got = f"{len(names) if isinstance(names, Sequence) else type(names).__name__} for {ids.numel()} ids"
             fix = "Give one name for each id of a row or document."
             raise BatchContractError(f"batch[{name_key!r}]", "must name each source id", got, fix)
-        return ids, [str(name) for name in names]
+        return ids, [exchanged(str(name)) for name in names]
 
     def _ranges(self, positions: Tensor) -> Tensor:
         if self._ends is None or self._ends.device != positions.device:
@@ -214,14 +214,21 @@ class BatchReader:
 def _as_ids(value: Any, table: SourceTable, device: torch.device | None) -> Tensor:
     if isinstance(value, str):
         value = [value]
-    if isinstance(value, Sequence) and value and isinstance(value[0], str):
+    if isinstance(value, Sequence) and value and all(isinstance(name, str) for name in value):
         # Names are looked up on the host, so what comes out are slots; a table of names is numbered by them.
         value = table.ids_of_names(value)
-    ids = value if isinstance(value, Tensor) else torch.as_tensor(value)
-    if ids.dtype.is_floating_point or ids.dtype == torch.bool:
-        fix = "Give integers."
-        raise BatchContractError("batch[source_key]", "must hold integer source ids", ids.dtype, fix)
+    try:
+        ids = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a ragged list, None in a list, any object
+        raise _no_integers(f"{type(value).__name__} {value!r:.60}") from error
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise _no_integers(ids.dtype)
     return ids if device is None else _on(ids, device)
+
+
+def _no_integers(got: object) -> BatchContractError:
+    fix = "Give integers, as a tensor, or names that are in `source_names`."
+    return BatchContractError("batch[source_key]", "must hold integer source ids", got, fix)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

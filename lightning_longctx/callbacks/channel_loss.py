@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_longctx.callbacks.batch_filter import BatchFilter
-from lightning_longctx.callbacks.channel_batch import POSITION_NAMES, SOURCE_KEYS, BatchReader
+from lightning_longctx.callbacks.channel_batch import POSITION_NAMES, SOURCE_KEYS, BatchReader, TokenLosses
 from lightning_longctx.callbacks.channel_report import ChannelHistory, save_plot, summary_table
-from lightning_longctx.callbacks.channel_settings import ChannelOptions, check_settings
+from lightning_longctx.callbacks.channel_settings import ChannelOptions, check_prefix, check_settings, options_of
 from lightning_longctx.callbacks.channel_sums import SlotTotals, all_reduce_totals
 from lightning_longctx.callbacks.channel_values import ChannelValue, channel_metrics, channel_values
 from lightning_longctx.callbacks.channel_window import MAX_LOSS_CALLS, ChannelWindow, settle
 from lightning_longctx.callbacks.loss_hook import LossHook
+from lightning_longctx.callbacks.run_metrics import log_evaluated, logger_step
 from lightning_longctx.callbacks.source_names import SafeNames, SourceTable
 from lightning_longctx.topology import Topology, topology_of
 
@@ -97,10 +97,11 @@ class ChannelLoss(Callback):
         super().__init__()
         check_settings(average_over, group_by, every_n_steps, source_names)
         self.source_key, self.source_name_key, self.source_names = source_key, source_name_key, source_names
-        self.prefix = prefix or ("channel" if group_by == "source" else "position")
+        self.prefix = prefix if prefix is not None else ("channel" if group_by == "source" else "position")
+        check_prefix(self.prefix)
         self.every_n_steps, self.average_over = every_n_steps, average_over
         self.group_by, self.strict = group_by, strict
-        self.options = ChannelOptions(**options) if isinstance(options, Mapping) else options
+        self.options = options_of(options)
         self.latest: dict[str, ChannelValue] = {}
         self.latest_validation: dict[str, ChannelValue] = {}
         self.history = ChannelHistory()
@@ -252,7 +253,7 @@ class ChannelLoss(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log an interval that is not full, print the table and write the picture."""
         if self._steps_since:
-            self._log_step(trainer, max(_logger_step(trainer) - 1, 0))
+            self._log_step(trainer, max(logger_step(trainer) - 1, 0))
         self._window = None
         if self.history.steps and self.options.summary:
             rank_zero_info(f"Loss by {self.group_by}:\n{summary_table(self.history)}")
@@ -284,9 +285,9 @@ class ChannelLoss(Callback):
         self._window.commit()
         self._steps_since += 1
         if due or self.average_over == "step":
-            self._log_step(trainer, _logger_step(trainer))
+            self._log_step(trainer, logger_step(trainer))
 
-    def _log_step(self, trainer: Trainer, logger_step: int) -> None:
+    def _log_step(self, trainer: Trainer, step: int) -> None:
         assert self._window is not None
         parts = self._window.totals
         self._reduce(parts, [self._window])
@@ -299,7 +300,7 @@ class ChannelLoss(Callback):
         self._steps_since = 0
         # Not by `self.log`: it would write a source's last value again where the source has none.
         for logger in trainer.loggers if metrics else ():
-            logger.log_metrics(metrics, step=logger_step)
+            logger.log_metrics(metrics, step=step)
 
     # -- validation and test -------------------------------------------------------------------------------------------
 
@@ -362,10 +363,7 @@ class ChannelLoss(Callback):
             metrics |= self._metrics(total, prefix)
             for loader, part in enumerate(parts[call::calls] if loaders > 1 else ()):
                 metrics |= self._metrics(part, prefix, f"/dataloader_idx_{loader}")
-        for name, value in metrics.items():
-            # Equal on all ranks already. `sync_dist` keeps Lightning from warning, `rank_zero_only` from reducing.
-            number = torch.tensor(value, dtype=every_loader[0].losses.dtype)
-            pl_module.log(name, number, on_epoch=True, sync_dist=True, rank_zero_only=True, add_dataloader_idx=False)
+        log_evaluated(pl_module, metrics)
         self._evaluated = {}
         return channel_values(every_loader[0], self._reader.table)
 
@@ -377,9 +375,12 @@ class ChannelLoss(Callback):
         return ChannelWindow(self._reader, parts, device, self.source_name_key, self.options.counters)
 
     def _add(self, window: ChannelWindow, outputs: Any, batch: Any) -> None:
-        calls = () if self._hook is None else self._hook.calls
-        if self._hook is not None and self._hook.problem is not None:
-            window.note(self._hook.problem)
+        calls: Sequence[TokenLosses] = ()
+        if self._hook is not None:
+            self._hook.compare()
+            calls = self._hook.calls
+            if self._hook.problem is not None:
+                window.note(self._hook.problem)
         window.add(outputs, batch, calls)
 
     def _reduce(self, parts: Sequence[SlotTotals], windows: Sequence[ChannelWindow]) -> None:
@@ -392,8 +393,3 @@ class ChannelLoss(Callback):
 
     def _metrics(self, part: SlotTotals, prefix: str, suffix: str = "") -> dict[str, float]:
         return channel_metrics(part, self._reader.table, self._keys, self.options, prefix, suffix)
-
-
-def _logger_step(trainer: Trainer) -> int:
-    """The step under which Lightning itself writes what a training batch logs."""
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

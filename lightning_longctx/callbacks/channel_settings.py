@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
-from lightning_longctx.callbacks.source_names import SourceTable
+from lightning_longctx.callbacks.source_names import UNSAFE, SourceTable
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import check_whole
 
-__all__ = ["ChannelOptions", "check_settings"]
+__all__ = ["ChannelOptions", "check_prefix", "check_settings", "options_of"]
+
+Counter = Literal["samples", "input_tokens", "label_tokens"]
 
 
 @dataclass
@@ -30,11 +33,23 @@ class ChannelOptions:
 
     log_weighted: bool = True
     log_tokens: bool = True
-    counters: list[Literal["samples", "input_tokens", "label_tokens"]] = field(default_factory=list)
+    counters: list[Counter] = field(default_factory=list)
     extra_strip_keys: list[str] = field(default_factory=list)
     loss_function: bool = False
     summary: bool = True
     plot: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse counters that do not exist, and a text where a list is meant."""
+        known = get_args(Counter)
+        if isinstance(self.counters, str) or not set(self.counters) <= set(known):
+            fix = f"Give a list of {', '.join(known)}."
+            raise ConfigurationError("ChannelLoss.options.counters", "must hold known counters", self.counters, fix)
+        if isinstance(self.extra_strip_keys, str):
+            fix = "Put it into a list."
+            raise ConfigurationError(
+                "ChannelLoss.options.extra_strip_keys", "must be a list", self.extra_strip_keys, fix
+            )
 
 
 def check_settings(
@@ -43,7 +58,7 @@ def check_settings(
     """Refuse settings that cannot work, before anything runs.
 
     Raises:
-        ConfigurationError: an unknown choice, fewer steps than one, or names that are empty or not unique.
+        ConfigurationError: an unknown choice, fewer steps than one, or names that are empty, not unique or of no use.
     """
     for name, value, choices in (
         ("average_over", average_over, ("step", "interval")),
@@ -52,7 +67,40 @@ def check_settings(
         if value not in choices:
             fix = f"Take one of {', '.join(choices)}."
             raise ConfigurationError(f"ChannelLoss.{name}", "must be a known choice", repr(value), fix)
-    if every_n_steps is not None and every_n_steps < 1:
-        raise ConfigurationError("ChannelLoss.every_n_steps", "must be at least 1", every_n_steps, "Leave it out.")
-    if source_names is not None:
-        SourceTable(source_names)
+    if every_n_steps is not None:
+        check_whole("ChannelLoss.every_n_steps", every_n_steps, 1)
+    if source_names is None:
+        return
+    if group_by == "position":
+        fix = "Leave `source_names` out, or add a second ChannelLoss for sources."
+        raise ConfigurationError(
+            "ChannelLoss.source_names", "must not be set with `group_by: position`", source_names, fix
+        )
+    SourceTable(source_names)
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix that some logger would write in another way.
+
+    Raises:
+        ConfigurationError: empty, or with other characters than letters, digits, ``_``, ``-`` and ``.``.
+    """
+    if UNSAFE.search(prefix) or not prefix:
+        fix = "Use letters, digits, `_`, `-` and `.`, or leave it out."
+        raise ConfigurationError("ChannelLoss.prefix", "must be a name that every logger takes", repr(prefix), fix)
+
+
+def options_of(options: ChannelOptions | Mapping[str, Any]) -> ChannelOptions:
+    """Options, also from a mapping as a configuration has it.
+
+    Raises:
+        ConfigurationError: an option that does not exist.
+    """
+    if not isinstance(options, Mapping):
+        return options
+    known = [part.name for part in fields(ChannelOptions)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        fix = f"Use some of {', '.join(known)}."
+        raise ConfigurationError("ChannelLoss.options", "must hold known options", unknown, fix)
+    return ChannelOptions(**options)

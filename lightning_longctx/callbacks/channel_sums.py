@@ -117,7 +117,7 @@ class ChannelSums:
         Args:
             losses: any shape and floating dtype. Values where there is no target do not matter.
             is_target: bool, same shape.
-            slots: integers, same shape: where the loss of each target belongs.
+            slots: integers, same shape: where the loss of each target belongs. Int32 is used up: the values change.
         """
         places = self._places(slots, is_target)
         self._losses.index_add_(0, places, losses.detach().reshape(-1).to(self._losses.dtype))
@@ -125,7 +125,7 @@ class ChannelSums:
 
     @torch.no_grad()
     def count(self, what: Count, slots: Tensor) -> None:
-        """Count one for each entry of ``slots``, such as each token or each document."""
+        """Count one for each entry of ``slots``, such as each token; uses them up as :meth:`add` does."""
         self._add_ones(what, self._places(slots, None))
 
     @torch.no_grad()
@@ -150,7 +150,10 @@ class ChannelSums:
         self._counts.zero_()
 
     def _places(self, slots: Tensor, is_target: Tensor | None) -> Tensor:
-        rows = slots.reshape(-1).clamp(-1, self.slots).to(torch.int32).add_(_FIRST)
+        if slots.dtype != torch.int32:
+            slots = slots.clamp(-1, self.slots).to(torch.int32)  # clamped first, or 2^32 would become 0
+        # In place: one more buffer of a long row cost as much as all the rest, for the pages it takes and gives back.
+        rows = slots.reshape(-1).contiguous().clamp_(-1, self.slots).add_(_FIRST)
         if is_target is not None:
             rows.mul_(is_target.reshape(-1))  # to the row of what is ignored
         rows.mul_(_LANES)

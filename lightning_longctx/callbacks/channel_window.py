@@ -27,6 +27,10 @@ __all__ = ["MAX_LOSS_CALLS", "ChannelWindow", "settle"]
 MAX_LOSS_CALLS = 4
 
 
+# Micro-batches of a window whose names are compared with those that are known.
+_MOST_NAMED = 8
+
+
 class ChannelWindow:
     """Adds up micro-batches.
 
@@ -64,11 +68,11 @@ class ChannelWindow:
         """Add one micro-batch. Nothing is read on the host.
 
         Args:
-            output: what the step returned; None if it skipped the batch.
+            output: what the step returned; None or an empty mapping (as Lightning has it) if it skipped the batch.
             batch: this rank's part.
             calls: what a :class:`LossHook` recorded; used where the output has no ``per_token_loss``.
         """
-        if output is None:
+        if output is None or (isinstance(output, Mapping) and not output):
             return
         if not isinstance(batch, Mapping):
             fix = "Give batches as mappings."
@@ -91,14 +95,18 @@ class ChannelWindow:
         self.problem = self.problem or problem
 
     def names(self) -> dict[int, str]:
-        """Names by slot that batches gave and the table does not have. Reads ids on the host."""
-        table = self._reader.table
-        found: dict[int, str] = {}
+        """Names by slot that batches gave and the table does not have. Reads ids on the host.
+
+        A name that contradicts another is a problem: the sums of that source would be those of two.
+        """
+        known, trial = self._reader.table.learned(), SourceTable()
+        for slot, name in known.items():
+            trial.learn(slot, name)
         for ids, names in self._named:
-            for slot, name in zip(table.slots_of(ids).tolist(), names, strict=True):
-                if 0 <= slot < table.slots and slot not in table.learned():
-                    found.setdefault(slot, name)
-        return found
+            for slot, name in zip(trial.slots_of(ids).tolist(), names, strict=True):
+                if not trial.learn(slot, name):
+                    self.note(_contradiction(trial.contradiction(slot, name)))
+        return {slot: name for slot, name in trial.learned().items() if slot not in known}
 
     def commit(self) -> None:
         """Add what came since the last commit to :attr:`totals`: its step is done."""
@@ -156,7 +164,8 @@ class ChannelWindow:
         except BatchContractError as error:
             self.note(error)
             return
-        if not self._reader.table.knows(names):
+        # What contradicts known names shows in a few batches too; the names of all would fill the memory.
+        if len(self._named) < _MOST_NAMED or not self._reader.table.knows(names):
             self._named.append((ids, names))
 
 
@@ -176,18 +185,23 @@ def settle(
     Returns:
         What is missing, on every rank if it is missing on any; None if each target has a known source.
     """
-    problem = next((window.problem for window in windows if window.problem is not None), None)
     found: dict[int, str] = {}
     for window in windows:
         found = window.names() | found
+    problem = next((window.problem for window in windows if window.problem is not None), None)
     flags = torch.tensor([problem is not None, bool(found)], dtype=torch.int64, device=parts[0].losses.device)
     all_reduce_totals(parts, flags, group)
     problems, news = flags.tolist()
-    if news:
-        agree_on_names(table, found, group)
+    if news and (contradictions := agree_on_names(table, found, group)):
+        problem = problem or _contradiction(contradictions[0])
     recorded, supervised = coverage_of(parts[:: len(parts) // len(windows)])
     if problem is not None or (not problems and recorded == supervised):
         return problem
     got = f"{supervised - recorded:,} of {supervised:,} targets without" + " (see another rank)" * bool(problems)
     fix = "Give each token, document or row an id, and name every id in `source_names`."
     return BatchContractError("batch[source_key]", "must give each target a known source", got, fix)
+
+
+def _contradiction(got: str) -> BatchContractError:
+    fix = "Number sources alike in all batches and on all ranks: one id for each name."
+    return BatchContractError("batch[source_name_key]", "must give each source id one name of its own", got, fix)

@@ -59,6 +59,7 @@ class LossHook:
         self.calls: list[TokenLosses] = []
         self.problem: BatchContractError | None = None
         self._compared = False
+        self._first: tuple[TokenLosses, Any, Any] | None = None
         self._restore: list[tuple[nn.Module, dict[str, Any]]] = []
         models = _outermost_models(module)
         if not models:
@@ -73,6 +74,12 @@ class LossHook:
     def start(self, active: bool) -> None:
         """Forget earlier calls, and record the next ones or not."""
         self.active, self.calls, self.problem = active, [], None
+
+    def compare(self) -> None:
+        """Warn, once and after the step, if a model's loss is not the mean cross entropy of its targets. Reads it."""
+        if self._first is not None:
+            _compare(*self._first)
+            self._first, self._compared = None, True
 
     def close(self) -> None:
         """Give the models their own attribute back."""
@@ -105,14 +112,18 @@ class LossHook:
             self.problem = self.problem or error
             return
         self.calls.append(recorded)
-        if not self._compared:
-            self._compared = True
-            _compare(recorded, call.get("num_items_in_batch"), result)
+        if not self._compared and self._first is None:
+            # Not compared here: a model may be compiled as one graph, which no look at a value may break.
+            loss = result[0] if isinstance(result, tuple) else result
+            self._first = (
+                recorded,
+                call.get("num_items_in_batch"),
+                loss.detach() if isinstance(loss, Tensor) else loss,
+            )
 
 
-def _compare(recorded: TokenLosses, items: Any, result: Any) -> None:
+def _compare(recorded: TokenLosses, items: Any, loss: Any) -> None:
     """Warn if a model's loss is not the mean (or the sum / items) of its token losses. Reads the loss on the host."""
-    loss = result[0] if isinstance(result, tuple) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return
     total = recorded.losses[recorded.is_target].double().sum().item()

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from lightning_longctx.batch import PAD_SOURCE_ID
 from lightning_longctx.callbacks.router_auxiliary import has_dead_auxiliary_loss
-from lightning_longctx.callbacks.router_counts import EXTRA_COLUMNS, RouterCounts
+from lightning_longctx.callbacks.router_counts import RouterCounts, SiteCounts
 from lightning_longctx.callbacks.router_decisions import Extract
+from lightning_longctx.callbacks.router_history import RouterHistory, StarvedExperts
 from lightning_longctx.callbacks.router_metrics import RouterLoad
 from lightning_longctx.callbacks.router_output import publish_history, publish_window
-from lightning_longctx.callbacks.router_sites import RouterSite, find_sites
+from lightning_longctx.callbacks.router_sites import find_sites
+from lightning_longctx.callbacks.run_metrics import logger_step
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
+from lightning_longctx.units import check_whole
 
 __all__ = ["MoERouterHeatmap"]
 
@@ -89,8 +92,9 @@ class MoERouterHeatmap(Callback):
         dead_after_windows: int | None = 3,
     ) -> None:
         super().__init__()
-        _check_count("every_n_steps", every_n_steps)
-        _check_count("dead_after_windows", dead_after_windows)
+        for name, number in (("every_n_steps", every_n_steps), ("dead_after_windows", dead_after_windows)):
+            if number is not None:
+                check_whole(f"MoERouterHeatmap.{name}", number, 1)
         for name, value, choices in (("detail", detail, Detail), ("on_missing", on_missing, OnMissing)):
             if value not in get_args(choices):
                 fix = f"Use one of {', '.join(get_args(choices))}."
@@ -104,12 +108,13 @@ class MoERouterHeatmap(Callback):
         self.latest: RouterLoad | None = None
         self._topology = Topology()
         self._counts: RouterCounts | None = None
+        self._paths: list[str] = []
         self._labels: tuple[str, ...] = ()
         self._directory = Path()
         self._first_step: int | None = None  # first step of the window; None before its first batch
         self._last_step = 0
-        self._history: list[RouterLoad] = []
-        self._dead: list[Tensor] = []  # for each layer, windows in a row without a token, by expert
+        self._history = RouterHistory(())
+        self._starved = StarvedExperts(None, ())
         self._told: set[str] = set()
         self._paused = False
         self._in_batch = False
@@ -134,7 +139,8 @@ class MoERouterHeatmap(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the routers of the sharded model, before anything runs or is compiled."""
         self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # every rank: Lightning sends it around
-        if self.every_n_steps is None or self._counts is not None:
+        self._detach()
+        if self.every_n_steps is None:
             return
         sites = find_sites(pl_module, self.routers)
         if not sites:
@@ -146,10 +152,13 @@ class MoERouterHeatmap(Callback):
                 " trains nothing. Use non-reentrant checkpointing (use_reentrant=False).",
                 category=UserWarning,
             )
-        self._labels = _labels([site.path for site in sites])
+        self._paths = [site.path for site in sites]
+        self._labels = _labels(self._paths)
         self._counts = RouterCounts(sites, trainer.strategy.root_device, self.extract)
-        self._dead = [torch.zeros(site.num_experts, dtype=torch.int64) for site in sites]
-        self._restore(sites)
+        self._history = RouterHistory(self._labels)
+        self._starved = StarvedExperts(self.dead_after_windows, [site.num_experts for site in sites])
+        self._first_step = None
+        self._restore()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where training is."""
@@ -159,7 +168,7 @@ class MoERouterHeatmap(Callback):
         """Count the forwards of this micro-batch, except those of its padding."""
         if self._counts is None or self._paused:
             return
-        self._counts.active, self._counts.valid, self._in_batch = True, _valid_tokens(batch), True
+        self._counts.active, self._counts.padding, self._in_batch = True, _padding_tokens(batch), True
         if self._first_step is None:
             self._first_step = trainer.global_step + 1
 
@@ -179,10 +188,10 @@ class MoERouterHeatmap(Callback):
         """After the first batch check that every router was understood; at the end of a window publish it."""
         if self._counts is None:
             return
-        self._counts.active, self._counts.valid, self._in_batch = False, None, False
-        silent = self._counts.settle()
-        if silent:
-            self._miss("must show their decisions", f"nothing from {', '.join(silent[:4])} ({len(silent)} in all)")
+        counted, self._in_batch = self._in_batch, False
+        self._counts.active, self._counts.padding = False, None
+        if counted and not self._counts.has_settled:
+            self._check_seen(self._counts.settle())
         previous, self._last_step = self._last_step, trainer.global_step
         assert self.every_n_steps is not None
         if self._last_step // self.every_n_steps > previous // self.every_n_steps:
@@ -194,127 +203,124 @@ class MoERouterHeatmap(Callback):
             return
         if self._first_step is not None and self._last_step >= self._first_step:
             self._end_window(trainer)
-        if self._history and trainer.is_global_zero:
-            publish_history(self._history, self._directory, trainer.loggers, _logger_step(trainer))
-            rank_zero_info(f"Expert load: pictures and {len(self._history)} windows in {self._directory}.")
-        self._history = []
+        if self._history.windows and trainer.is_global_zero:
+            publish_history(self._history, self._directory, trainer.loggers, max(logger_step(trainer) - 1, 0))
+            rank_zero_info(f"Expert load: pictures of {self._history.windows} windows in {self._directory}.")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove every hook."""
+        self._detach()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove every hook."""
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove every hook: Lightning skips ``teardown`` after an error."""
+        self._detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window so far over all ranks, and what is remembered of earlier ones.
+
+        An open window takes one all-reduce, so every rank must call it.
+        """
+        state: dict[str, Any] = {"paths": self._paths, "history": self._history.state_dict(), "window": None}
+        state["starved"] = self._starved.state_dict()
+        if self._counts is not None and self._first_step is not None:
+            counts = self._reduced(self._counts.peek()).cpu()
+            state["window"] = {"first_step": self._first_step, "counts": counts}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the saved window, on any number of ranks; with other layers of experts a new one starts."""
+        self._to_restore = state_dict
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _detach(self) -> None:
         if self._counts is not None:
             self._counts.detach()
             self._counts = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The window so far, of this rank: no collective, so any rank may ask at any time."""
-        if self._counts is None or self._first_step is None:
-            return {}
-        return {
-            "rank": self._topology.rank,
-            "world_size": self._topology.world_size,
-            "first_step": self._first_step,
-            "paths": [site.path for site in self._counts.sites],
-            "counts": self._counts.peek().cpu(),
-        }
+    def _check_seen(self, silent: Sequence[str]) -> None:
+        if silent:
+            self._miss("must show their decisions", f"nothing from {', '.join(silent[:4])} ({len(silent)} in all)")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the saved window, where the checkpoint holds that of each rank; otherwise a new one starts."""
-        self._to_restore = state_dict or None
-
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
-    def _restore(self, sites: Sequence[RouterSite]) -> None:
+    def _restore(self) -> None:
         saved, self._to_restore = self._to_restore, None
         if saved is None:
             return
         assert self._counts is not None
-        # A stock checkpoint of several ranks holds the state of rank 0 alone: its window would lack the others' counts.
-        own = saved["rank"] == self._topology.rank and saved["world_size"] == self._topology.world_size
-        known = saved["paths"] == [site.path for site in sites] and saved["counts"].shape == self._counts.peek().shape
-        if self._everywhere(own and known):
-            self._first_step = saved["first_step"]
-            self._counts.restore(saved["counts"])
-        else:
-            rank_zero_info("MoERouterHeatmap: the saved window is not that of these ranks; a new window starts.")
+        window, starved = saved["window"], self._starved.state_dict()
+        own = [len(windows) for windows in starved]
+        if saved["paths"] != self._paths or own != [len(windows) for windows in saved["starved"]]:
+            rank_zero_info("MoERouterHeatmap: the checkpoint is of other layers of experts; a new window starts.")
+            return
+        self._history.load_state_dict(saved["history"])
+        self._starved.load_state_dict(saved["starved"])
+        if window is not None:
+            self._first_step = window["first_step"]
+            if self._topology.dp_rank == self._topology.sp_rank == 0:  # the counts of all ranks go on at one
+                self._counts.restore(window["counts"])
 
-    def _everywhere(self, value: bool) -> bool:
-        group = self._topology.host_group
-        if group is None:
-            return value
-        agreed = torch.tensor(int(value))
-        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
-        return bool(agreed)
+    def _reduced(self, counts: Tensor) -> Tensor:
+        if self._topology.token_group is not None:
+            dist.all_reduce(counts, group=self._topology.token_group)
+        return counts
 
     def _end_window(self, trainer: Trainer) -> None:
         """Reduce, check and publish. Every rank comes here at the same step, whatever it counted."""
         assert self._counts is not None
-        counts = self._counts.take()
-        if self._topology.token_group is not None:
-            dist.all_reduce(counts, group=self._topology.token_group)
+        self._counts.settle()
+        found = self._counts.read(self._reduced(self._counts.take()))
         first, self._first_step = self._first_step, None
-        host = counts.cpu()
-        self._check_indices(host)
-        load = self._load(host, first or self._last_step)
+        self._check_seen([path for path, site in zip(self._paths, found, strict=True) if site.is_silent])
+        self._check_indices(found)
+        load = self._load(found, first or self._last_step)
         if load.is_empty:
             self._tell("MoERouterHeatmap: a window saw no routing; nothing is published for it.")
             return
         self.latest = load
-        self._history.append(load)
-        self._warn_of_dead(load)
+        self._history.add(load)
+        if (starved := self._starved.add(load)) is not None:
+            rank_zero_warn(starved, category=UserWarning)
         metrics = load.metrics(full=self.detail == "full")
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in metrics.items()})
         if trainer.is_global_zero:
-            step = _logger_step(trainer)
+            step = logger_step(trainer)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
             publish_window(load, self._directory, trainer.loggers, step)
 
-    def _load(self, host: Tensor, first_step: int) -> RouterLoad:
+    def _load(self, found: Sequence[SiteCounts], first_step: int) -> RouterLoad:
         assert self._counts is not None
-        sites = self._counts.sites
-        padding, dropped = (int(value) for value in host[:, -EXTRA_COLUMNS:][:, :2].sum(0))
         return RouterLoad(
             first_step,
             self._last_step,
-            tuple(site.path for site in sites),
+            tuple(self._paths),
             self._labels,
-            tuple(row[: site.num_experts] for row, site in zip(host, sites, strict=True)),
-            padding,
-            dropped,
+            tuple(site.tokens for site in found),
+            sum(site.padding for site in found),
+            sum(site.dropped for site in found),
         )
 
-    def _check_indices(self, host: Tensor) -> None:
+    def _check_indices(self, found: Sequence[SiteCounts]) -> None:
+        """Refuse indices that are no experts. The counts are those of all ranks, so all of them come to one answer."""
         assert self._counts is not None
-        _, _, outside, worst, _, unmasked = host[:, -EXTRA_COLUMNS:].unbind(1)
-        for number in outside.nonzero().flatten().tolist()[:1]:
-            site = self._counts.sites[number]
-            value = f"such as {int(worst[number])}" if worst[number] else "below -1"
-            got = f"{int(outside[number])} others, {value}"
+        wrong = next((number for number, site in enumerate(found) if site.outside), None)
+        if wrong is not None:
+            largest = self._counts.largest()
+            if self._topology.token_group is not None:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._topology.token_group)
+            site, value = self._counts.sites[wrong], int(largest[wrong])
+            such = f"such as {value}" if value >= site.num_experts else "below -1"
             fix = "Check the router, or read the right tensor with `extract`."
-            raise ConfigurationError(site.path, f"must give expert indices from 0 to {site.num_experts - 1}", got, fix)
-        if bool(unmasked.any()):
+            rule, got = f"must give expert indices from 0 to {site.num_experts - 1}", f"{found[wrong].outside} others"
+            raise ConfigurationError(site.path, rule, f"{got}, {such}", fix)
+        if any(site.unmasked for site in found):
             self._tell(
                 "MoERouterHeatmap: some routers see another number of tokens than the batch has, so padding counts"
                 " there."
-            )
-
-    def _warn_of_dead(self, load: RouterLoad) -> None:
-        if self.dead_after_windows is None:
-            return
-        found = []
-        for label, windows, counts in zip(load.labels, self._dead, load.tokens, strict=True):
-            if not bool(counts.sum()):
-                continue  # a silent layer says nothing about its experts
-            windows[:] = torch.where(counts == 0, windows + 1, 0)
-            # Only when the limit is reached: one warning for each time that experts starve.
-            dead = (windows == self.dead_after_windows).nonzero().flatten().tolist()
-            if dead:
-                found.append(f"{label} {dead}")
-        if found:
-            rank_zero_warn(
-                f"MoERouterHeatmap: no token for {self.dead_after_windows} windows, until step {load.last_step}, for"
-                f" the experts {', '.join(found[:8])} ({len(found)} layers in all).",
-                category=UserWarning,
             )
 
     def _miss(self, rule: str, got: str) -> None:
@@ -332,21 +338,15 @@ class MoERouterHeatmap(Callback):
         self._told.add(message)
 
 
-def _check_count(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        fix = "Write the number of steps." if name == "every_n_steps" else "Write the number of windows."
-        raise ConfigurationError(f"MoERouterHeatmap.{name}", "must be a positive integer or null", repr(value), fix)
-
-
-def _valid_tokens(batch: Any) -> Tensor | None:
-    """Which tokens are not padding, bool ``[N]``: of a packed batch, or of one with an attention mask ``[B, S]``."""
+def _padding_tokens(batch: Any) -> Tensor | None:
+    """Which tokens are padding, bool ``[N, 1]``: of a packed batch, or of one with an attention mask ``[B, S]``."""
     if not isinstance(batch, Mapping):
         return None
     sources, mask = batch.get("source_ids"), batch.get("attention_mask")
     if isinstance(sources, Tensor) and "cu_seqlens" in batch:
-        return (sources != PAD_SOURCE_ID).flatten()
+        return (sources == PAD_SOURCE_ID).view(-1, 1)
     if isinstance(mask, Tensor) and mask.dim() == 2:
-        return (mask != 0).flatten()
+        return (mask == 0).view(-1, 1)
     return None
 
 
@@ -358,8 +358,3 @@ def _labels(paths: Sequence[str]) -> tuple[str, ...]:
         found = list(range(len(paths)))
     digits = max(2, math.ceil(math.log10(max(int(number or 0) for number in found) + 1)))
     return tuple(f"layer_{number:0{digits}d}" for number in found)
-
-
-def _logger_step(trainer: Trainer) -> int:
-    """The step under which Lightning logs what belongs to the step that has just ended."""
-    return max(trainer.global_step - 1, 0)

@@ -9,22 +9,26 @@ silently wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from lightning_longctx.callbacks.router_decisions import DROPPED, Extract, read_decisions, read_output
+from lightning_longctx.callbacks.router_decisions import Extract, read_decisions, read_output
 from lightning_longctx.callbacks.router_sites import RouterSite
+from lightning_longctx.recompute import is_recomputing
 
-__all__ = ["EXTRA_COLUMNS", "RouterCounts", "record_router_indices"]
+__all__ = ["RouterCounts", "SiteCounts", "record_router_indices"]
 
-#: Columns behind those of the experts: choices of padding, choices beyond a capacity, choices out of range, the largest
-#: value out of range, forwards seen, and tokens for which the batch's padding could not be told.
-EXTRA_COLUMNS = 6
-_PADDING, _DROPPED, _OUTSIDE, _WORST, _CALLS, _UNMASKED = range(EXTRA_COLUMNS)
+# Columns before those of the experts: choices below -1, and choices beyond a capacity. So the column of an index is the
+# index + 2, without a look-up.
+_BEFORE = 2
+# Columns behind them, counted from the end: choices of padding, forwards that told nothing, and tokens for which the
+# batch's padding could not be told. Between them and a layer's last expert its choices of experts that do not exist.
+_PADDING, _UNREAD, _UNMASKED = -3, -2, -1
+_BEHIND = 4
 
 #: Where decisions may show, best first.
 _SOURCES = ("recorded", "router", "experts")
@@ -50,6 +54,32 @@ def record_router_indices(module: nn.Module, indices: Tensor) -> None:
         record(indices)
 
 
+class SiteCounts(NamedTuple):
+    """What one layer of experts counted, on the host.
+
+    Attributes:
+        tokens: int64 ``[E]``, choices of each expert.
+        padding: choices of padding.
+        dropped: choices beyond an expert's capacity.
+        outside: choices of experts that do not exist.
+        unread: forwards that told nothing.
+        unmasked: tokens for which the batch's padding could not be told.
+    """
+
+    tokens: Tensor
+    padding: int
+    dropped: int
+    outside: int
+    unread: int
+    unmasked: int
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the layer ran, and no decision was to be seen."""
+        seen = int(self.tokens.sum()) + self.padding + self.dropped + self.outside
+        return bool(self.unread) and not seen
+
+
 class RouterCounts:
     """One matrix of counts for each place where decisions may show, and the hooks that fill it.
 
@@ -60,87 +90,114 @@ class RouterCounts:
 
     Attributes:
         active: whether forwards count now.
-        valid: bool ``[N]``, which tokens of the present micro-batch are not padding; None if all count.
+        padding: bool ``[N, 1]``, which tokens of the present micro-batch are padding; None if none is.
     """
 
     def __init__(self, sites: Sequence[RouterSite], device: torch.device, extract: Extract | None = None) -> None:
         self.sites = list(sites)
         self.active = False
-        self.valid: Tensor | None = None
+        self.padding: Tensor | None = None
         self._extract = extract
-        self._width = max(site.num_experts for site in self.sites) + EXTRA_COLUMNS
-        shape = (len(_SOURCES), len(self.sites), self._width)
-        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._restored = torch.zeros(shape[1:], dtype=torch.int64, device=device)
-        self._source: list[int] | None = None  # of each site, once the first batch has told
-        self._handles: list[list[RemovableHandle]] = [[] for _ in _SOURCES]
+        self._width = _BEFORE + max(site.num_experts for site in self.sites) + _BEHIND
+        # One tensor each and no views of one: a compiled block then is the same program in every layer, where it would
+        # be compiled anew for a place in a matrix.
+        self._rows = [[self._zeros(device) for _ in _SOURCES] for _ in self.sites]
+        self._largest = [torch.zeros((), dtype=torch.int64, device=device) for _ in self.sites]
+        self._restored = torch.stack([rows[0] for rows in self._rows])
+        self._one = torch.ones((), dtype=torch.int64, device=device)
+        self._source: dict[int, int] = {}  # by site, once it has spoken
+        self._handles: list[RemovableHandle] = []
         for number, site in enumerate(self.sites):
             self._attach(number, site)
 
     def detach(self) -> None:
         """Remove every hook and mark."""
-        for handles in self._handles:
-            for handle in handles:
-                handle.remove()
-            handles.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         for site in self.sites:
             site.module.__dict__.pop(_MARK, None)
 
+    @property
+    def has_settled(self) -> bool:
+        """Whether some site has spoken."""
+        return bool(self._source)
+
     def settle(self) -> list[str]:
-        """Choose, once, for each site the best place that spoke. Reads from the device.
+        """Choose for each site the best place that spoke, and listen to it alone. Reads from the device.
 
         Returns:
             Paths of sites that ran without any decision to be seen.
         """
-        if self._source is not None:
+        waiting = [number for number in range(len(self.sites)) if number not in self._source]
+        if not waiting:
             return []
-        seen = (self._counts[..., : self._width - EXTRA_COLUMNS + _OUTSIDE + 1].sum(-1) > 0).tolist()
-        calls = (self._counts[..., self._column(_CALLS)].sum(0) > 0).tolist()
-        if not any(calls):
-            return []
-        sources, silent = [], []
-        for number, site in enumerate(self.sites):
-            spoke = [source for source in range(len(_SOURCES)) if seen[source][number]]
-            sources.append(spoke[0] if spoke else _ROUTER)
-            if not spoke and calls[number]:
-                silent.append(site.path)
-        self._source = sources
-        return silent
+        counts = torch.stack([torch.stack(self._rows[number]) for number in waiting]).cpu()
+        spoke, ran = counts[..., :_UNREAD].any(-1).tolist(), counts[..., _UNREAD].any(-1).tolist()
+        for place, number in enumerate(waiting):
+            if any(spoke[place]):
+                self._source[number] = spoke[place].index(True)
+        return [self.sites[number].path for place, number in enumerate(waiting) if ran[place] and not any(spoke[place])]
 
     def take(self) -> Tensor:
-        """The counts of the window, int64 ``[sites, experts + EXTRA_COLUMNS]`` on the device, and start a new one."""
+        """The counts of the window, int64 ``[sites, columns]`` on the device, and start a new one."""
         counts = self.peek()
-        self._counts.zero_()
+        torch._foreach_zero_([row for rows in self._rows for row in rows])
         self._restored.zero_()
         return counts
 
     def peek(self) -> Tensor:
         """The counts of the window so far; see :meth:`take`."""
-        sources = self._source or [_ROUTER] * len(self.sites)
-        return self._restored + torch.stack([self._counts[source, number] for number, source in enumerate(sources)])
+        chosen = [rows[self._source.get(number, _ROUTER)] for number, rows in enumerate(self._rows)]
+        return self._restored + torch.stack(chosen)
+
+    def largest(self) -> Tensor:
+        """The largest index that each site has seen: int64 ``[sites]`` on the device; local."""
+        return torch.stack(self._largest)
 
     def restore(self, counts: Tensor) -> None:
         """Go on with the counts of a saved window."""
         self._restored.copy_(counts)
 
-    def _column(self, extra: int) -> int:
-        return self._width - EXTRA_COLUMNS + extra
+    def read(self, counts: Tensor) -> list[SiteCounts]:
+        """Take counts of :meth:`take` apart, on the host; sums over ranks as well as local ones."""
+        found = []
+        for site, row in zip(self.sites, counts.cpu(), strict=True):
+            end = _BEFORE + site.num_experts
+            padding, unread, unmasked = row[-3:].tolist()
+            found.append(SiteCounts(row[_BEFORE:end], padding, int(row[1]), int(row[0] + row[end]), unread, unmasked))
+        return found
+
+    def _zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self._width, dtype=torch.int64, device=device)
 
     def _attach(self, number: int, site: RouterSite) -> None:
+        experts, largest = site.num_experts, self._largest[number]
+        recorded, of_router, of_experts = self._rows[number]
+
         def after_router(module: nn.Module, args: Any, output: Any) -> None:
-            self._observe(_ROUTER, number, lambda: self._read(module, output, site.num_experts))
+            if self._listens(number, _ROUTER):
+                self._count(of_router, largest, experts, lambda: self._read(module, output, experts))
 
         def before_experts(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self._observe(_EXPERTS, number, lambda: read_decisions((args, kwargs), site.num_experts))
+            if self._listens(number, _EXPERTS):
+                self._count(of_experts, largest, experts, lambda: read_decisions((args, kwargs), experts))
 
         def record(indices: Tensor) -> None:
-            self._observe(_RECORDED, number, lambda: indices.reshape(-1, indices.shape[-1]))
+            if self._listens(number, _RECORDED):
+                self._count(recorded, largest, experts, lambda: indices.reshape(-1, indices.shape[-1]))
 
-        self._handles[_ROUTER] += [router.register_forward_hook(after_router) for router in site.routers]
+        self._handles += [router.register_forward_hook(after_router) for router in site.routers]
         if site.experts is not None:
-            handle = site.experts.register_forward_pre_hook(before_experts, with_kwargs=True)
-            self._handles[_EXPERTS].append(handle)
+            self._handles.append(site.experts.register_forward_pre_hook(before_experts, with_kwargs=True))
         site.module.__dict__[_MARK] = record
+
+    def _listens(self, number: int, place: int) -> bool:
+        if not self.active or torch.compiler.is_compiling():
+            # The compiler traces the count into its graph, and decides itself what backward computes again. It must
+            # see nothing here that later changes: it would compile again.
+            return self.active
+        return self._source.get(number, place) == place and not is_recomputing()
 
     def _read(self, module: nn.Module, output: Any, num_experts: int) -> Tensor | None:
         if self._extract is None:
@@ -148,37 +205,26 @@ class RouterCounts:
         indices = self._extract(module, output)
         return None if indices is None else indices.reshape(-1, indices.shape[-1])
 
-    def _observe(self, source: int, number: int, read: Callable[[], Tensor | None]) -> None:
-        if not self.active:
-            return
+    def _count(self, row: Tensor, largest: Tensor, num_experts: int, read: Callable[[], Tensor | None]) -> None:
         if torch.compiler.is_compiling():
-            # The compiler traces what follows into its graph, and decides itself what backward computes again.
-            self._count(source, number, read)
-        elif (
-            torch._C._current_graph_task_id() == -1
-        ):  # a forward inside backward is a recompute, in every checkpointing
-            with torch.no_grad(), _disable_current_modes():
-                self._count(source, number, read)
+            self._add(row, largest, num_experts, read())
+            return
+        with torch.no_grad(), _disable_current_modes():
+            self._add(row, largest, num_experts, read())
 
-    def _count(self, source: int, number: int, read: Callable[[], Tensor | None]) -> None:
-        counts = self._counts[source, number]
-        counts[self._column(_CALLS)] += 1
-        indices = read()
-        if indices is not None:
-            self._add(counts, indices, self.sites[number].num_experts)
-
-    def _add(self, counts: Tensor, indices: Tensor, num_experts: int) -> None:
-        """Add decisions ``[N, k]`` to one row of counts."""
+    def _add(self, row: Tensor, largest: Tensor, num_experts: int, indices: Tensor | None) -> None:
+        """Add decisions ``[N, k]`` to a row: as few operations as will do, for they run in every layer."""
+        if indices is None:
+            row[_UNREAD] += 1
+            return
+        if not indices.numel():
+            return
         indices = indices.long()
-        outside = (indices >= num_experts) | (indices < DROPPED)
-        columns = torch.where(outside, self._column(_OUTSIDE), indices)
-        columns = torch.where(indices == DROPPED, self._column(_DROPPED), columns)
-        valid = self.valid
-        if valid is not None and valid.numel() == indices.shape[0]:
-            columns = torch.where(valid[:, None], columns, self._column(_PADDING))
-        elif valid is not None:
-            counts[self._column(_UNMASKED)] += indices.shape[0]
-        flat = columns.reshape(-1)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        worst = self._column(_WORST)
-        counts[worst] = torch.maximum(counts[worst], torch.where(outside, indices, 0).amax())
+        columns = indices.clamp(-_BEFORE, num_experts).add_(_BEFORE)
+        padding = self.padding
+        if padding is not None and padding.shape[0] == indices.shape[0]:
+            columns.masked_fill_(padding, self._width + _PADDING)
+        elif padding is not None:
+            row[_UNMASKED] += indices.shape[0]
+        row.scatter_add_(0, columns.reshape(-1), self._one.expand(columns.numel()))
+        largest.copy_(torch.maximum(largest, indices.amax()))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from lightning_longctx.callbacks.router_history import RouterHistory
 from lightning_longctx.callbacks.router_metrics import RouterLoad
 from lightning_longctx.callbacks.router_picture import draw_heatmap, draw_history
 
@@ -37,11 +38,13 @@ def publish_window(load: RouterLoad, directory: Path, loggers: Sequence[Any], st
         _give(logger, "moe/expert_load", picture, load.caption, step)
 
 
-def publish_history(loads: Sequence[RouterLoad], directory: Path, loggers: Sequence[Any], step: int) -> None:
-    """Write ``heatmap_over_time.png``: every window of this process."""
-    picture = draw_history(loads)
-    picture.save(directory / FOLDER / "heatmap_over_time.png")
-    caption = f"steps {loads[0].first_step}-{loads[-1].last_step}"
+def publish_history(history: RouterHistory, directory: Path, loggers: Sequence[Any], step: int) -> None:
+    """Write ``heatmap_over_time.png``: every window of the run, also of before a resume."""
+    picture = draw_history(history)
+    folder = directory / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)  # a resumed run may have no window of its own
+    picture.save(folder / "heatmap_over_time.png")
+    caption = f"steps {history.first_step}-{history.steps[-1]}"
     for logger in loggers:
         _give(logger, "moe/expert_load_over_time", picture, caption, step)
 

@@ -6,15 +6,16 @@ Everything here may hold a collective, so every rank calls it at the same steps,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 
 from lightning_longctx.topology import Topology
 
-__all__ = ["data_metrics", "percentile", "slowest_rank_metrics"]
+__all__ = ["data_metrics", "log_evaluated", "logger_step", "percentile", "slowest_rank_metrics"]
 
 _GIB = 2**30
 
@@ -70,3 +71,30 @@ def percentile(values: Sequence[float], part: float) -> float:
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+
+
+def log_evaluated(module: LightningModule, metrics: Mapping[str, float], in_progress_bar: Collection[str] = ()) -> None:
+    """Log values of a whole validation or test loop that are equal on all ranks already.
+
+    Args:
+        module: of the trainer; its ``log`` makes them known to callbacks that monitor them, on every rank.
+        metrics: by key; with a key for each loader where there are several.
+        in_progress_bar: keys that the progress bar shows.
+    """
+    for name, value in metrics.items():
+        # On the host and in float64, as they are. `sync_dist` keeps Lightning from warning of an epoch value that it
+        # does not reduce, and `rank_zero_only` from reducing it, which would be a collective for each key.
+        module.log(
+            name,
+            torch.tensor(value, dtype=torch.float64, device="cpu"),
+            prog_bar=name in in_progress_bar,
+            on_epoch=True,
+            sync_dist=True,
+            rank_zero_only=True,
+            add_dataloader_idx=False,
+        )
+
+
+def logger_step(trainer: Any) -> int:
+    """The step under which Lightning writes what a training batch logs; ``on_train_end`` is one further."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)

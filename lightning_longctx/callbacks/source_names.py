@@ -16,13 +16,14 @@ from torch import Tensor
 
 from lightning_longctx.errors import BatchContractError, ConfigurationError
 
-__all__ = ["OPEN_SLOTS", "SafeNames", "SourceTable", "agree_on_names"]
+__all__ = ["OPEN_SLOTS", "UNSAFE", "SafeNames", "SourceTable", "agree_on_names", "exchanged"]
 
 #: How many source ids are told apart where nobody names them beforehand. A fixed number, since the reduced tensor has
 #: one row for each on every rank.
 OPEN_SLOTS = 1024
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")
+#: What some logger does not take in a key.
+UNSAFE = re.compile(r"[^A-Za-z0-9_.\-]")
 _MAX_KEY = 100
 # Bytes of a name as ranks exchange it; longer ones are cut.
 _NAME_BYTES = 120
@@ -55,7 +56,7 @@ class SafeNames:
 
     def _new(self, name: str) -> str:
         taken = self._reserved | set(self._keys.values())
-        plain = _UNSAFE.sub("_", name)[:_MAX_KEY] or "_"
+        plain = UNSAFE.sub("_", name)[:_MAX_KEY] or "_"
         digest = sha256(name.encode(errors="backslashreplace")).hexdigest()
         # File systems and some loggers do not tell upper from lower case.
         lower = {key.lower() for key in taken}
@@ -93,6 +94,7 @@ class SourceTable:
     def __init__(self, names: Sequence[str] | Mapping[int, str] | None = None) -> None:
         self._ids: list[int] | None = None
         if isinstance(names, Mapping):
+            _check_ids(names)
             self._ids = sorted(names)
             names = [names[number] for number in self._ids]
         if names is not None:
@@ -132,10 +134,25 @@ class SourceTable:
         """The names of all slots."""
         return [self.name(slot) for slot in range(self.slots)]
 
-    def learn(self, slot: int, name: str) -> None:
-        """Name a slot of an open table, unless it has a name already."""
-        if self.is_open and 0 <= slot < self.slots:
-            self._names.setdefault(slot, name)
+    def learn(self, slot: int, name: str) -> bool:
+        """Name a slot of an open table, unless it has a name or another slot has this one.
+
+        Returns:
+            Whether the slot has this name now: a source has one name, and a name one source. True too for a slot that
+            is not in the table, and for a closed table, whose names are given.
+        """
+        if not self.is_open or not 0 <= slot < self.slots:
+            return True
+        if slot not in self._names and name not in self._names.values():
+            self._names[slot] = name
+        return self._names.get(slot) == name
+
+    def contradiction(self, slot: int, name: str) -> str:
+        """Say in words what :meth:`learn` refused."""
+        other = next((other for other, known in self._names.items() if known == name), None)
+        if other is not None:
+            return f"{name!r} for the ids {other} and {slot}"
+        return f"id {slot} for {self.name(slot)!r} and {name!r}"
 
     def knows(self, names: Iterable[str]) -> bool:
         """Whether all of these names are in the table."""
@@ -146,7 +163,12 @@ class SourceTable:
         return dict(self._names) if self.is_open else {}
 
 
-def agree_on_names(table: SourceTable, found: Mapping[int, str], group: dist.ProcessGroup | None) -> None:
+def exchanged(name: str) -> str:
+    """A name as ranks exchange it: its first 120 bytes."""
+    return name.encode()[:_NAME_BYTES].decode(errors="ignore")
+
+
+def agree_on_names(table: SourceTable, found: Mapping[int, str], group: dist.ProcessGroup | None) -> list[str]:
     """Teach each rank's table what any rank has found: one gather of a fixed shape, without objects.
 
     Where ranks disagree, the first one in the group is right for all.
@@ -155,6 +177,9 @@ def agree_on_names(table: SourceTable, found: Mapping[int, str], group: dist.Pro
         table: an open table.
         found: names by slot that this rank has read in its batches.
         group: of the ranks that call this together; None for one rank.
+
+    Returns:
+        What contradicts each other, the same on all ranks.
     """
     if group is None:
         everyone = [found]
@@ -169,9 +194,12 @@ def agree_on_names(table: SourceTable, found: Mapping[int, str], group: dist.Pro
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, mine, group=group)
         everyone = [_decode(part.cpu()) for part in gathered]
-    for names in everyone:
-        for slot, name in sorted(names.items()):
-            table.learn(slot, name)
+    return [
+        table.contradiction(slot, name)
+        for names in everyone
+        for slot, name in sorted(names.items())
+        if not table.learn(slot, name)
+    ]
 
 
 def _decode(part: Tensor) -> dict[int, str]:
@@ -179,9 +207,16 @@ def _decode(part: Tensor) -> dict[int, str]:
     return {slot: bytes(part[slot].tolist()).rstrip(b"\0").decode(errors="ignore") for slot in named}
 
 
+def _check_ids(names: Mapping[int, str]) -> None:
+    wrong = [number for number in names if isinstance(number, bool) or not isinstance(number, int) or number < 0]
+    if wrong:
+        fix = "Give names by id, such as {0: web, 7: code}; -1 is padding."
+        raise ConfigurationError("ChannelLoss.source_names", "must have ids from 0 on", wrong[0], fix)
+
+
 def _check_names(names: Sequence[str]) -> None:
-    fix = "Give each source one name of its own."
-    if not names or not all(isinstance(name, str) and name for name in names):
+    fix = "Give each source one name of its own, in a list or by id."
+    if isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names):
         raise ConfigurationError("ChannelLoss.source_names", "must hold names", repr(names), fix)
     twice = sorted({name for name in names if list(names).count(name) > 1})
     if twice:

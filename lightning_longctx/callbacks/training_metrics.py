@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_longctx.callbacks.flops import model_flops
 from lightning_longctx.callbacks.gradient_norm import gradient_squares
-from lightning_longctx.callbacks.run_metrics import data_metrics, slowest_rank_metrics
+from lightning_longctx.callbacks.run_metrics import data_metrics, log_evaluated, slowest_rank_metrics
 from lightning_longctx.callbacks.speed import Pace, Speed, device_peak
 from lightning_longctx.callbacks.step_sums import Field, StepSums, mean_loss
 from lightning_longctx.callbacks.step_tally import TallyMember, tally_of
@@ -260,18 +260,7 @@ class TrainingMetrics(Callback):
         if loaders > 1:
             rows = enumerate(sums.tolist())
             metrics |= {f"{stage}/loss/dataloader_idx_{loader}": mean_loss(row) for loader, row in rows}
-        for name, value in metrics.items():
-            # Equal on all ranks already. Lightning warns of an epoch value that it does not reduce, so it may: the
-            # maximum of equal numbers is that number, where their mean could be rounded.
-            pl_module.log(
-                name,
-                sums.new_full((), value),
-                prog_bar=name == f"{stage}/loss",
-                on_epoch=True,
-                sync_dist=True,
-                reduce_fx="max",
-                add_dataloader_idx=False,
-            )
+        log_evaluated(pl_module, metrics, in_progress_bar={f"{stage}/loss"})
         self._evaluated = {}
 
     def _warn_of_means(self, method: str, key: str) -> None:

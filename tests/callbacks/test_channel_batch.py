@@ -73,7 +73,20 @@ def test_one_id_for_each_document() -> None:
     assert reader().slots_of_tokens(batch, like).tolist() == [[2, 2, 2, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("ids", [torch.zeros(3), torch.tensor([1, 2, 3]), torch.zeros(2, 3).long(), True], ids=str)
+_WRONG_IDS = [
+    torch.zeros(3),
+    torch.tensor([1, 2, 3]),
+    torch.zeros(2, 3).long(),
+    True,
+    [0, "a"],
+    [0, None],
+    [[0], [1, 2]],
+    {},
+    [],
+]
+
+
+@pytest.mark.parametrize("ids", [*_WRONG_IDS, object()], ids=lambda ids: str(ids)[:20])
 def test_ids_that_fit_nothing_are_refused(ids: Any) -> None:
     with pytest.raises(BatchContractError):
         reader().slots_of_targets({"source_id": ids}, LIKE)

@@ -11,7 +11,7 @@ import torch
 
 from lightning_longctx.batch import IGNORE_INDEX
 from lightning_longctx.callbacks import ChannelLoss, ChannelOptions, ExactTokenMean, TrainingMetrics
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.errors import BatchContractError, ConfigurationError
 from tests.callbacks.channels import BATCHES, NAMES, Doc, channel_rows, expected_metrics, fit, loader, per_source, row
 from tests.callbacks.test_training_metrics import _HostReads, _Manual, _SkipRest
 from tests.callbacks.toy import ToyLM, ToyModel, make_trainer, plain_loop, run_fit
@@ -300,7 +300,19 @@ def test_without_a_logger_values_are_there_and_no_file_is_written() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"every_n_steps": 0}, "at least 1"),
+        ({"every_n_steps": 0}, "positive integer"),
+        ({"every_n_steps": True}, "positive integer"),
+        ({"every_n_steps": "5"}, "positive integer"),
+        ({"source_names": "web"}, "must hold names"),
+        ({"source_names": {-1: "web"}}, "ids from 0 on"),
+        ({"source_names": {"web": "web"}}, "ids from 0 on"),
+        ({"source_names": ["web"], "group_by": "position"}, "group_by: position"),
+        ({"prefix": ""}, "every logger"),
+        ({"prefix": "my stuff"}, "every logger"),
+        ({"options": {"counters": ["sample"]}}, "samples, input_tokens, label_tokens"),
+        ({"options": {"counters": "samples"}}, "list"),
+        ({"options": {"extra_strip_keys": "url"}}, "list"),
+        ({"options": {"log_token": False}}, "log_tokens"),
         ({"average_over": "epoch"}, "step, interval"),
         ({"group_by": "length"}, "source, position"),
         ({"source_names": ["a", "a"]}, "differ"),
@@ -315,3 +327,41 @@ def test_wrong_settings_are_refused_at_once(settings: Any, words: str) -> None:
 
 def test_options_may_be_a_mapping() -> None:
     assert ChannelLoss(options={"log_tokens": False}).options == ChannelOptions(log_tokens=False)
+
+
+class _Skips(ToyLM):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else self._step(batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_a_step_that_is_skipped_misses_nothing() -> None:
+    """Lightning gives callbacks an empty mapping then, and no step follows."""
+    callback = channel(average_over="interval", every_n_steps=10, strict=True)
+    run_fit([callback], _Skips(lr=0.0), BATCHES)
+    expected = per_source(BATCHES[::2])
+    assert {name: value.targets for name, value in callback.latest.items()} == {
+        NAMES[source]: count for source, (_, count) in expected.items()
+    }
+
+
+def named(number: int, name: str) -> dict[str, Any]:
+    return {**BATCHES[0], "channel_id": torch.tensor(number), "channel_name": name}
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([named(7, "web"), named(7, "code")], "id 7 for 'web' and 'code'"),
+        ([named(7, "web"), named(8, "web")], "'web' for the ids 7 and 8"),
+    ],
+    ids=["one id", "one name"],
+)
+@pytest.mark.parametrize("average_over", ["step", "interval"])
+def test_names_that_contradict_each_other_are_told(batches: Any, words: str, average_over: Any) -> None:
+    """Otherwise the sums of one source would silently be those of two."""
+    settings: Any = {"source_name_key": "channel_name", "average_over": average_over}
+    with pytest.raises(BatchContractError, match=words):
+        run_fit([ChannelLoss(strict=True, **settings)], ToyLM(lr=0.0), batches)
+    with pytest.warns(UserWarning, match=words):
+        run_fit([ChannelLoss(**settings)], ToyLM(lr=0.0), batches)

@@ -52,13 +52,19 @@ def test_a_source_that_diverged_does_not_hide_the_others() -> None:
     assert losses[1].isnan()
 
 
-def test_inputs_stay_as_they_are() -> None:
-    slots, is_target = torch.tensor([1, -1, 0], dtype=torch.int32), torch.tensor([True, False, True])
+def test_inputs_other_than_int32_slots_stay_as_they_are() -> None:
+    slots, is_target = torch.tensor([1, -1, 0]), torch.tensor([True, False, True])
     sums = ChannelSums(2, CPU)
     sums.add(torch.ones(3, requires_grad=True) * 2, is_target, slots)
     assert slots.tolist() == [1, -1, 0]
     assert is_target.tolist() == [True, False, True]
     assert not sums.totals().losses.requires_grad
+
+
+def test_one_slot_for_all_tokens_may_be_a_view_of_one_number() -> None:
+    sums = ChannelSums(2, CPU)
+    sums.add(torch.ones(1, 40), torch.ones(1, 40, dtype=torch.bool), torch.ones(1, 1, dtype=torch.int32).expand(1, 40))
+    assert sums.totals().losses.tolist() == [0.0, 40.0, 0.0]
 
 
 def test_counts_are_exact_beyond_float32() -> None:

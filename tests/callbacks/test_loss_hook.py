@@ -126,6 +126,38 @@ def test_unsampled_steps_compute_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [step for step, _ in channel_rows(trainer.logger)] == [2, 5]
 
 
+class _Adapter(nn.Module):
+    """Passes everything through to the model inside, as wrappers of PEFT do."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.base_model = network
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.base_model(**inputs)
+
+
+def whole_graph(network: Any) -> Any:
+    """Compiled without any break."""
+    return torch.compile(network, backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("wrap", [_Adapter, whole_graph], ids=["adapter", "compiled"])
+def test_wrapped_models_are_watched_too(wrap: Any) -> None:
+    module, data = Bare(wrap(model())), [batch(0), batch(1)]
+    trainer = run_fit([hooked()], module, data)
+    for (_, found), one in zip(channel_rows(trainer.logger), data, strict=True):
+        sums, counts = by_row(model(), one)
+        assert found["channel_loss/code"] == pytest.approx(sums[1] / counts[1], rel=1e-5)
+    assert not any("loss_function" in vars(part) for part in module.modules())
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_hook_is_gone_also_after_an_error(fails: bool) -> None:
     class Failing(Bare):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 
 from lightning_longctx import CausalLMModule, DynamicBatchingDataModule, LongContextFSDPStrategy
 from lightning_longctx.callbacks import MoERouterHeatmap
+from lightning_longctx.errors import ConfigurationError
 from tests.callbacks.moe import MoEModule, recount
 from tests.callbacks.test_distributed import _SlicedRow
 from tests.callbacks.toy import loader, make_batch, make_trainer
-from tests.helpers.pool import run_ranks
+from tests.helpers.pool import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -93,3 +96,53 @@ def _starved(world: int, directory: str) -> list[list[int]]:
 
 def test_a_rank_that_counted_nothing_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
     assert run_ranks(_starved, 2, 2, str(tmp_path)) == [recount(BATCHES[2:4])[0]] * 2
+
+
+class _Save(Callback):
+    """A stock checkpoint after three steps."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "middle.ckpt")
+
+
+def _until_the_checkpoint(world: int, directory: str) -> None:
+    rank = int(os.environ["RANK"])
+    settings: Any = {"strategy": "ddp", "devices": world, "limit_val_batches": 0, "max_steps": 3}
+    trainer = make_trainer([MoERouterHeatmap(100), _Save()], default_root_dir=directory, **settings)
+    trainer.fit(MoEModule(), loader(BATCHES[rank::world]), loader(BATCHES[:1]))
+
+
+def _resumed(world: int, directory: str, saved: str) -> list[list[int]]:
+    """Six rows are done; the last two follow."""
+    heatmap, rank, rows = MoERouterHeatmap(100), int(os.environ["RANK"]), BATCHES[6:]
+    settings: Any = {"strategy": "ddp", "devices": world, "limit_val_batches": 0, "max_steps": 3 + len(rows) // world}
+    trainer = make_trainer([heatmap], default_root_dir=directory, max_epochs=2, **settings)
+    trainer.fit(MoEModule(), loader(rows[rank::world]), loader(rows), ckpt_path=saved, weights_only=False)
+    assert heatmap.latest is not None
+    assert heatmap.latest.first_step == 1
+    return [counts.tolist() for counts in heatmap.latest.tokens]
+
+
+@pytest.mark.parametrize("world", [2, 1])
+def test_a_window_goes_on_from_a_stock_checkpoint_on_any_number_of_ranks(world: int, tmp_path: Path) -> None:
+    run_ranks(_until_the_checkpoint, 2, 2, str(tmp_path / "a"))
+    saved = str(tmp_path / "a" / "middle.ckpt")
+    assert run_ranks(_resumed, world, world, str(tmp_path / "b"), saved) == [recount(BATCHES)[0]] * world
+
+
+def _outside(world: int, directory: str) -> None:
+    rank = int(os.environ["RANK"])
+    wrong = MoERouterHeatmap(1, routers="layers.*.gate", extract=lambda module, output: output[2] + 5 + 10 * rank)
+    trainer = make_trainer([wrong], default_root_dir=directory, devices=world, strategy="ddp", limit_val_batches=0)
+    trainer.fit(MoEModule(), loader(BATCHES[rank::world]), loader(BATCHES[:1]))
+
+
+def test_an_index_that_is_no_expert_is_an_error_of_all_ranks_with_its_value(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as failed:
+        run_ranks(_outside, 2, 2, str(tmp_path))
+    errors = failed.value.causes
+    assert sorted(errors) == [0, 1]
+    assert all(isinstance(error, ConfigurationError) for error in errors.values())
+    assert {str(error) for error in errors.values()} == {str(errors[0])}
+    assert any(f"such as {value}." in str(errors[0]) for value in (18, 19))  # the largest of rank 1, not a sum of both

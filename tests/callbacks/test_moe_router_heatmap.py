@@ -114,6 +114,49 @@ def test_a_resume_in_the_middle_of_a_window_goes_on_with_it(tmp_path: Path) -> N
     assert table(tmp_path / "b") == {window: counts for window, counts in whole.items() if window[1] > 6}
 
 
+def test_the_strip_and_the_starved_go_on_after_a_resume(tmp_path: Path) -> None:
+    saved = tmp_path / "middle.ckpt"
+    whole, second = MoERouterHeatmap(2, dead_after_windows=None), MoERouterHeatmap(2, dead_after_windows=5)
+    fit(whole, tmp_path / "a", _DeadExpert(), callbacks=[_Save(7, saved)])
+    settings: Any = {"batches": BATCHES[7:], "ckpt_path": saved, "max_epochs": 2, "max_steps": 12}
+    with pytest.warns(UserWarning, match="for 5 windows, until step 10"):
+        fit(second, tmp_path / "b", _DeadExpert(), **settings)
+    first, other = whole.state_dict(), second.state_dict()
+    assert first["history"]["steps"] == [2, 4, 6, 8, 10, 12]
+    assert torch.equal(first["history"].pop("extremes"), other["history"].pop("extremes"))
+    assert first["history"] == other["history"]
+    pictures = [(tmp_path / name / "moe_router" / "heatmap_over_time.png").read_bytes() for name in "ab"]
+    assert pictures[0] == pictures[1]
+
+
+def test_a_checkpoint_of_other_layers_starts_a_new_window(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = MoERouterHeatmap(4)
+    fit(callback, tmp_path / "a", callbacks=[_Save(6, tmp_path / "middle.ckpt")])
+    other = MoERouterHeatmap(4, routers="layers.0.gate")
+    settings: Any = {"batches": BATCHES[6:], "max_epochs": 2, "max_steps": 12}
+    fit(other, tmp_path / "b", ckpt_path=tmp_path / "middle.ckpt", **settings)
+    assert "other layers of experts" in caplog.text
+    assert other.state_dict()["history"]["first_step"] == 7
+
+
+class _Failing(MoEModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            raise RuntimeError("a bug of the user")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_leaves_no_hook_and_the_next_fit_is_right(tmp_path: Path) -> None:
+    """Lightning skips `teardown` after an error."""
+    callback, module = MoERouterHeatmap(12), _Failing()
+    with pytest.raises(RuntimeError, match="bug of the user"):
+        fit(callback, tmp_path / "a", module)
+    assert all(not part._forward_hooks and not part._forward_pre_hooks for part in module.modules())
+    assert all("_longctx_router_recorder" not in vars(part) for part in module.modules())
+    fit(callback, tmp_path / "b")
+    assert table(tmp_path / "b") == {(1, 12): recount(BATCHES)[0]}
+
+
 def test_a_second_fit_counts_once_and_leaves_no_hook(tmp_path: Path) -> None:
     callback, module = MoERouterHeatmap(12), MoEModule()
     fit(callback, tmp_path / "a", module)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_longctx.batch import PAD_SOURCE_ID
-from lightning_longctx.callbacks.router_counts import EXTRA_COLUMNS, RouterCounts, record_router_indices
+from lightning_longctx.callbacks.router_counts import RouterCounts, record_router_indices
 from lightning_longctx.callbacks.router_sites import find_sites
 from tests.callbacks.moe import CHECKPOINTING, EXPERTS, LAYERS, Block, MoEModule, recount
 from tests.callbacks.toy import make_batch
@@ -18,14 +18,14 @@ from tests.callbacks.toy import make_batch
 def count(module: MoEModule, batches: Sequence[dict[str, Tensor]]) -> RouterCounts:
     counts = RouterCounts(find_sites(module), torch.device("cpu"))
     for batch in batches:
-        counts.active, counts.valid = True, (batch["source_ids"] != PAD_SOURCE_ID).flatten()
+        counts.active, counts.padding = True, (batch["source_ids"] == PAD_SOURCE_ID).view(-1, 1)
         module.training_step(batch, 0)["loss"].backward()
         counts.active = False
     return counts
 
 
 def tokens(counts: RouterCounts) -> list[list[int]]:
-    return counts.peek()[:, :-EXTRA_COLUMNS].tolist()
+    return [site.tokens.tolist() for site in counts.read(counts.peek())]
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
@@ -36,7 +36,7 @@ def test_each_token_counts_once(checkpointing: str) -> None:
     assert counts.settle() == []
     expected, padding = recount(batches)
     assert tokens(counts) == expected
-    assert int(counts.peek()[:, -EXTRA_COLUMNS].sum()) == padding > 0
+    assert sum(site.padding for site in counts.read(counts.peek())) == padding > 0
 
 
 def test_padding_does_not_count() -> None:
@@ -64,12 +64,29 @@ def test_compiled_blocks_count_the_same(checkpointing: str) -> None:
     for layer in module.layers:
         layer.compile(backend="aot_eager", fullgraph=checkpointing == "none")
     for batch in batches:
-        counts.active, counts.valid = True, (batch["source_ids"] != PAD_SOURCE_ID).flatten()
+        counts.active, counts.padding = True, (batch["source_ids"] == PAD_SOURCE_ID).view(-1, 1)
         loss = module.training_step(batch, 0)["loss"]
         counts.active = False  # as the callback does before backward: a compiled block cannot tell that it runs again
         loss.backward()
     counts.settle()
     assert tokens(counts) == recount(batches)[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_one_compiled_block_serves_all_layers_and_is_not_compiled_again() -> None:
+    """A program for each layer would pass the compiler's limit of eight, and the other layers would run uncompiled."""
+    module, batches = MoEModule(), [make_batch(seed, 5) for seed in range(3)]
+    counts = RouterCounts(find_sites(module), torch.device("cpu"))
+    counts.padding = (batches[0]["source_ids"] == PAD_SOURCE_ID).view(-1, 1)
+    for layer in module.layers:
+        layer.compile(backend="eager", dynamic=False)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for batch in batches:
+            counts.active = True
+            module.training_step(batch, 0)
+            counts.settle()
+            counts.take()
 
 
 def test_attaching_again_after_a_detach_counts_once_and_leaves_nothing() -> None:
@@ -163,8 +180,25 @@ def test_capacity_drops_and_indices_out_of_range_are_apart() -> None:
     module = Recording()
     counts = RouterCounts(find_sites(module), torch.device("cpu"))
     counts.active = True
-    record_router_indices(module, torch.tensor([[0], [-1], [9], [4]]))
+    record_router_indices(module, torch.tensor([[0], [-1], [9], [4], [-3], [5]]))
+    record_router_indices(module, torch.zeros(0, 1, dtype=torch.int64))
     counts.settle()
-    row = counts.peek()[0]
-    assert row[:EXPERTS].tolist() == [1, 0, 0, 0, 1]
-    assert row[-EXTRA_COLUMNS:].tolist() == [0, 1, 1, 9, 1, 0]
+    (found,) = counts.read(counts.peek())
+    assert found.tokens.tolist() == [1, 0, 0, 0, 1]
+    assert (found.dropped, found.outside, found.padding, found.unmasked) == (1, 3, 0, 0)
+    assert counts.largest().tolist() == [9]
+
+
+def test_a_layer_that_first_runs_later_is_counted_from_then_on() -> None:
+    module, batches = MoEModule(), [make_batch(seed, 5) for seed in range(2)]
+    last, module.layers = module.layers[-1], module.layers[:-1]
+    module.late = last
+    counts = RouterCounts(find_sites(module), torch.device("cpu"))
+    counts.active = True
+    module.training_step(batches[0], 0)
+    assert counts.settle() == []
+    late = next(number for number, site in enumerate(counts.sites) if site.path == "late")
+    assert sum(tokens(counts)[late]) == 0
+    last.experts(torch.randn(4, 8), torch.tensor([[0, 1]] * 4), torch.ones(4, 2))  # only the experts tell
+    counts.settle()
+    assert tokens(counts)[late] == [4, 4, 0, 0, 0]

@@ -11,7 +11,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from lightning_longctx.callbacks.router_auxiliary import has_dead_auxiliary_loss  # noqa: E402
-from lightning_longctx.callbacks.router_counts import EXTRA_COLUMNS, RouterCounts  # noqa: E402
+from lightning_longctx.callbacks.router_counts import RouterCounts  # noqa: E402
 from lightning_longctx.callbacks.router_sites import find_sites  # noqa: E402
 
 EXPERTS, CHOICES, TOKENS = 6, 2, 14
@@ -109,8 +109,9 @@ def observe(model: nn.Module, **inputs: Any) -> tuple[RouterCounts, list[list[in
     counts.active = True
     model(**inputs)
     assert counts.settle() == []
-    assert not counts.peek()[:, -EXTRA_COLUMNS + 2].any()  # nothing out of range
-    return counts, counts.peek()[:, :-EXTRA_COLUMNS].tolist()
+    found = counts.read(counts.peek())
+    assert not any(site.outside for site in found)
+    return counts, [site.tokens.tolist() for site in found]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -170,7 +171,7 @@ def test_switch_transformers_report_what_a_capacity_dropped() -> None:
     model = transformers.SwitchTransformersForConditionalGeneration(config).train()
     ids = torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(1))
     counts, found = observe(model, input_ids=ids, decoder_input_ids=ids[:, :5])
-    dropped = counts.peek()[:, -EXTRA_COLUMNS + 1].tolist()
+    dropped = [site.dropped for site in counts.read(counts.peek())]
     assert [sum(row) + lost for row, lost in zip(found, dropped, strict=True)] == [14, 10]
     assert max(max(row) for row in found) <= 2 * 2  # a capacity of two for each of two sequences
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_longctx.callbacks.router_history import RouterHistory
 from lightning_longctx.callbacks.router_metrics import RouterLoad, violations
 from lightning_longctx.callbacks.router_picture import colours, draw_heatmap, draw_history
 
@@ -56,10 +57,12 @@ def test_a_silent_layer_is_no_data_and_not_minus_one() -> None:
 
 
 def test_colours_do_not_depend_on_the_data() -> None:
-    fair, starved, busy, beyond, nothing = colours(np.array([0.0, -1.0, 2.0, 9.0, math.nan])).tolist()
-    assert busy == beyond  # the scale ends at three times the fair share
-    assert len({tuple(colour) for colour in (fair, starved, busy, nothing)}) == 4
+    shares = np.array([1.0, 0.5, 2.0, 4.0, 8.0, 30.0, 0.01, 0.0, math.nan])
+    fair, half, twice, four, eight, beyond, little, none, nothing = colours(shares - 1).tolist()
+    assert eight == beyond  # the scale ends at eight times the fair share
+    assert len({tuple(colour) for colour in (fair, half, twice, four, eight, little, none, nothing)}) == 8
     assert max(fair) - min(fair) == 0  # neutral
+    assert sum(none) < sum(little) / 2  # an expert without a token is not only somewhat bluer
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(2, 4), (61, 256), (1, 2)])
@@ -71,9 +74,37 @@ def test_pictures_are_readable_at_any_size(layers: int, experts: int) -> None:
     assert len(picture.getcolors(2**20) or ()) > 10  # cells, text, scale
 
 
+def history_of(windows: list[RouterLoad]) -> RouterHistory:
+    history = RouterHistory(windows[0].labels)
+    for window in windows:
+        history.add(window)
+    return history
+
+
 def test_the_history_shows_every_window_and_cells_show_their_value() -> None:
-    windows = [load([1, 7], [4, 4], last=step) for step in (10, 20, 30)]
-    picture = draw_history(windows)
+    picture = draw_history(history_of([load([1, 7], [4, 4], last=step) for step in (10, 20, 30)]))
     found = {colour for _, colour in picture.getcolors(2**20) or ()}
     for value in (0.75, -0.75, 0.0):  # busiest, fewest, fair
         assert tuple(colours(np.array([value]))[0].tolist()) in found
+
+
+def test_a_long_history_is_thinned_evenly_and_goes_on_from_a_state() -> None:
+    history = history_of([load([1, 7], last=step) for step in range(1, 1601)])
+    assert history.steps == list(range(1, 1600, 4))
+    assert draw_history(history).width < 1300
+    other = RouterHistory(history.labels)
+    other.load_state_dict(history.state_dict())
+    for step in range(1601, 1610):
+        history.add(load([3, 5], last=step))
+        other.add(load([3, 5], last=step))
+    assert other.steps == history.steps
+    assert (other.first_step, other.windows) == (1, 1609)
+    assert all(torch.equal(one, two) for one, two in zip(other.extremes, history.extremes, strict=True))
+
+
+def test_experts_that_a_layer_does_not_have_do_not_look_like_a_fair_share() -> None:
+    pixels = np.asarray(draw_heatmap(load([4] * 8, [4] * 4)))
+    row = pixels[34 + 48 + 24, 90 : 90 + 8 * 48]  # through the middle of the second layer
+    there, missing = row[: 4 * 48], row[4 * 48 :]
+    assert len(np.unique(there, axis=0)) == 1
+    assert len(np.unique(missing, axis=0)) == 2

@@ -93,6 +93,22 @@ def test_ranks_agree_on_what_any_of_them_found() -> None:
     assert run_ranks(_agreed, 2, found) == [expected, expected]
 
 
+def _contradicted(found: list[dict[int, str]]) -> tuple[list[str], dict[int, str]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    table = SourceTable()
+    return agree_on_names(table, found[dist.get_rank()], dist.group.WORLD), table.learned()
+
+
+@pytest.mark.distributed
+def test_contradictions_between_ranks_are_the_same_everywhere() -> None:
+    """Ranks that number their sources by themselves."""
+    first, second = run_ranks(_contradicted, 2, [{0: "web", 1: "code"}, {0: "code", 1: "web"}])
+    assert first == second
+    assert first == (["'code' for the ids 1 and 0", "'web' for the ids 0 and 1"], {0: "web", 1: "code"})
+
+
 def test_one_rank_agrees_with_itself() -> None:
     table = SourceTable()
     agree_on_names(table, {4: "a"}, None)
