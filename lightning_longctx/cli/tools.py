@@ -18,6 +18,7 @@ __all__ = ["TOOLS", "Configuration", "run_tool"]
 
 #: Name, what ``longctx --help`` says, and the module with ``main(words, read) -> int``.
 TOOLS = {
+    "init": ("print a recipe to start from", "lightning_longctx.tools.init"),
     "checkpoint": ("list, verify, export and prune checkpoints", "lightning_longctx.tools.checkpoint"),
     "plan": (
         "tell whether a model at a length fits a device: no GPU, no weights",
