@@ -50,6 +50,8 @@ def test_an_installed_wheel_prints_a_recipe_without_the_repository(tmp_path: Pat
         wheel.extractall(tmp_path / "site")
     command = [sys.executable, "-m", "lightning_longctx", "init", "quickstart"]
     environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == (ROOT / "examples" / "quickstart.yaml").read_text()

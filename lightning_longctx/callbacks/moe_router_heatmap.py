@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_longctx.batch import PAD_SOURCE_ID
+from lightning_longctx.callbacks.closing import closing_of
 from lightning_longctx.callbacks.router_auxiliary import has_dead_auxiliary_loss
 from lightning_longctx.callbacks.router_counts import EXTRA_COLUMNS, RouterCounts
 from lightning_longctx.callbacks.router_decisions import Extract
@@ -109,6 +110,7 @@ class MoERouterHeatmap(Callback):
         self._first_step: int | None = None  # first step of the window; None before its first batch
         self._last_step = 0
         self._history: list[RouterLoad] = []
+        self._windows = 0  # published in this fit
         self._dead: list[Tensor] = []  # for each layer, windows in a row without a token, by expert
         self._told: set[str] = set()
         self._paused = False
@@ -153,7 +155,7 @@ class MoERouterHeatmap(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where training is."""
-        self._last_step = trainer.global_step
+        self._last_step, self._windows = trainer.global_step, 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the forwards of this micro-batch, except those of its padding."""
@@ -196,8 +198,17 @@ class MoERouterHeatmap(Callback):
             self._end_window(trainer)
         if self._history and trainer.is_global_zero:
             publish_history(self._history, self._directory, trainer.loggers, _logger_step(trainer))
-            rank_zero_info(f"Expert load: pictures and {len(self._history)} windows in {self._directory}.")
+            if not closing_of(trainer).is_open:
+                rank_zero_info("\n".join(self.closing_lines()))
         self._history = []
+
+    def closing_lines(self) -> list[str]:
+        """Where pictures are: printed at the end of training, or among what all parts say (``TrainingMetrics``)."""
+        if self.latest is None or not self._windows:
+            return []
+        worst = self.latest.metrics(full=False)["moe/max_vio"]
+        where = f"pictures of {self._windows} {'window' if self._windows == 1 else 'windows'} in {self._directory}"
+        return [f"Expert load: {where}; the busiest expert had {1 + worst:.2f} times its share in the last one."]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove every hook."""
@@ -260,6 +271,7 @@ class MoERouterHeatmap(Callback):
             return
         self.latest = load
         self._history.append(load)
+        self._windows += 1
         self._warn_of_dead(load)
         metrics = load.metrics(full=self.detail == "full")
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in metrics.items()})

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_longctx.callbacks.step_sums import Field, StepSums
 from lightning_longctx.topology import Topology, topology_of
 
-__all__ = ["NO_TOKENS", "Clock", "StepTally", "TallyMember", "TokensSeen", "tally_of"]
+__all__ = ["NO_TOKENS", "Clock", "StepTally", "TallyMember", "TokensSeen", "logger_step", "tally_of"]
 
 # A step may be this much larger than the largest so far (or than the budget) without a limit being noticed late.
 _MARGIN = 2
@@ -266,6 +266,11 @@ class Clock:
 def tally_of(trainer: Any) -> StepTally:
     """Return the one tally of a trainer."""
     return _tallies.setdefault(trainer, StepTally())
+
+
+def logger_step(trainer: Any) -> int:
+    """The step under which Lightning itself writes what a training batch logs."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 # Beside the trainer, because it is not ours to write on.

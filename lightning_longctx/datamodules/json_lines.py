@@ -45,13 +45,13 @@ class JsonLinesSource(IndexableSource):
 
     def __init__(self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "") -> None:
         super().__init__(name, settings, field)
-        self._paths = list(paths)
+        self.paths = list(paths)
 
     # Made when first needed: only ranks that read pay for it.
     @cached_property
     def _offsets(self) -> list[NDArray[np.int64]]:
         """For each file int64 ``[lines, 2]``: start and stop byte."""
-        return [_line_offsets(path, self.field) for path in self._paths]
+        return [_line_offsets(path, self.field) for path in self.paths]
 
     @cached_property
     def _firsts(self) -> NDArray[np.int64]:
@@ -82,7 +82,7 @@ class JsonLinesSource(IndexableSource):
     def _locate(self, number: int) -> tuple[str, int, int]:
         file = int(np.searchsorted(self._firsts, number, side="right")) - 1
         start, stop = self._offsets[file][number - self._firsts[file]]
-        return self._paths[file], int(start), int(stop)
+        return self.paths[file], int(start), int(stop)
 
 
 class JsonLinesStream(StreamingSource):
@@ -99,7 +99,7 @@ class JsonLinesStream(StreamingSource):
 
     def __init__(self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "") -> None:
         super().__init__(name, settings, field)
-        self._paths = list(paths)
+        self.paths = list(paths)
 
     def describe(self, number: int, record: Mapping[str, Any] | None = None) -> str:
         """The file's path and the line number."""
@@ -112,15 +112,15 @@ class JsonLinesStream(StreamingSource):
             DataError: the state belongs to other files.
         """
         if state is None:
-            return skip(_Lines(self._paths, self.field, 0, 0, 0), taken)
+            return skip(_Lines(self.paths, self.field, 0, 0, 0), taken)
         file = state["file"]
-        names = [PurePosixPath(path).name for path in self._paths]
+        names = [PurePosixPath(path).name for path in self.paths]
         if file and names[file - 1 : file] != [state["after"]]:
             got = f"{names[file - 1 : file] or 'none'} where {state['after']!r} was read before"
             raise DataError(
                 self.field, "must have the same files as before the stop", got, "Start anew, or put it back."
             )
-        return _Lines(self._paths, self.field, file, state["line"], state["byte"])
+        return _Lines(self.paths, self.field, file, state["line"], state["byte"])
 
     def decode(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parse a line."""
@@ -131,7 +131,7 @@ class _Lines(RecordStream):
     """The lines from a place on, as ``{"line": bytes, "place": file and line number}``."""
 
     def __init__(self, paths: Sequence[str], field: str, file: int, line: int, byte: int) -> None:
-        self._paths = paths
+        self.paths = paths
         self._field = field
         self._file, self._line, self._byte = file, line, byte
         self._records = self._read()
@@ -141,12 +141,12 @@ class _Lines(RecordStream):
 
     def state(self) -> dict[str, Any]:
         """File, and lines and (decompressed) bytes of it that were read; and the name of the file before."""
-        after = PurePosixPath(self._paths[self._file - 1]).name if self._file else None
+        after = PurePosixPath(self.paths[self._file - 1]).name if self._file else None
         return {"file": self._file, "line": self._line, "byte": self._byte, "after": after}
 
     def _read(self) -> Iterator[Mapping[str, Any]]:
-        while self._file < len(self._paths):
-            path = self._paths[self._file]
+        while self._file < len(self.paths):
+            path = self.paths[self._file]
             try:
                 yield from self._read_file(path)
             except READ_ERRORS as error:

@@ -34,7 +34,10 @@ class Source:
         min_tokens: shortest document to keep, or None.
         max_tokens: longest document to keep, or None.
         modality: what the tokens stand for.
+        paths: files that it reads; none for records in memory.
     """
+
+    paths: Sequence[str] = ()
 
     def __init__(self, name: str, settings: SourceSettings, field: str = "") -> None:
         self.name = name

@@ -65,14 +65,21 @@ def test_a_name_its_file_or_its_beginning(name: str, found: str) -> None:
     assert find_recipe(name, KNOWN) == Path(found)
 
 
-@pytest.mark.parametrize(("name", "hint"), [("mo", "init moe`"), ("pretain", "init pretrain_512k`"), ("zzz", "are: chat")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("mo", "init moe`"), ("pretain", "init pretrain_512k`"), ("zzz", "are: chat")]
+)
 def test_what_is_no_name_is_refused(name: str, hint: str) -> None:
     with pytest.raises(ConfigurationError, match=hint):
         find_recipe(name, KNOWN)
 
 
 def test_the_line_of_a_script_is_that_of_its_text(tmp_path: Path) -> None:
-    for content in ("#!/bin/sh\n#\n# Start it.\n", '"""Start it."""\n', '"""\nStart it.\n"""\n', "\n# Start it.\nx: 1\n"):
+    for content in (
+        "#!/bin/sh\n#\n# Start it.\n",
+        '"""Start it."""\n',
+        '"""\nStart it.\n"""\n',
+        "\n# Start it.\nx: 1\n",
+    ):
         path = tmp_path / "file"
         path.write_text(content)
         assert summary_of(path) == "Start it."
