@@ -1,13 +1,15 @@
 """PyTorch Lightning plug-ins for training on 128K to 1M+ tokens per sequence.
 
-Importing the package registers ``Trainer(strategy="longctx_fsdp")``. ``CausalLMModule`` is imported on first use,
-since it needs the optional extra ``hf``.
+Importing the package registers ``Trainer(strategy="longctx_fsdp")``, and numbers of tokens such as 512K for YAML.
+``CausalLMModule`` is imported on first use, since it needs the optional extra ``hf``.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+from jsonargparse.typing import register_type
 
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch, PackedSequence, model_inputs
 from lightning_longctx.callbacks import (
@@ -33,6 +35,7 @@ from lightning_longctx.loss import TokenLoss, causal_lm_loss, weighted_term
 from lightning_longctx.recompute import is_recomputing
 from lightning_longctx.strategies import LongContextFSDPStrategy, gather_row, offload_activations, ulysses_attention
 from lightning_longctx.topology import Topology, topology_of
+from lightning_longctx.units import TokenCount, parse_token_count
 
 if TYPE_CHECKING:
     from lightning_longctx.integrations.transformers import CausalLMModule
@@ -70,6 +73,9 @@ __all__ = [
     "ulysses_attention",
     "weighted_term",
 ]
+
+# `max_seq_len: 512K`, under Lightning's own command line too.
+register_type(TokenCount, serializer=int, deserializer=parse_token_count)
 
 try:
     __version__ = version("lightning-longctx")

@@ -30,7 +30,7 @@ from lightning_longctx.callbacks.checkpoint_resume import (
 )
 from lightning_longctx.callbacks.checkpoint_run import CheckpointRun, RunPlan
 from lightning_longctx.callbacks.checkpoint_schedule import Schedule
-from lightning_longctx.checkpoint.discovery import DEEP_BYTES, Found, find_latest, verify
+from lightning_longctx.checkpoint.discovery import DEEP_BYTES, Found, find_latest, scan, verify
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, load_weights
 from lightning_longctx.checkpoint.retention import Retention, best_first
 from lightning_longctx.checkpoint.scores import read_scores
@@ -257,6 +257,18 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
     def hang_report(self) -> str:
         """What a hanging run says of its saves, for :class:`~lightning_longctx.RunGuard`."""
         return "no run" if self._run is None else self._run.hang_report()
+
+    def closing_lines(self) -> list[str]:
+        """The newest checkpoint that a run can go on from, and the best one if there is a ``monitor``."""
+        root = Path(self.dirpath or "")
+        whole = [one for one in scan(root) if one.commit is not None and one.commit.resumable and not one.problem]
+        if self.dirpath is None or not whole:
+            return []
+        newest = whole[0]
+        lines = [f"Checkpoint: {shown(newest.path)}; `ckpt_path: last` goes on from there."]
+        if self.monitor:
+            lines.append(f"Best by {self.monitor}: {shown(Path(self.best_model_path))}")
+        return lines
 
     @override
     def on_train_batch_end(

@@ -20,6 +20,7 @@ from lightning_longctx.callbacks.channel_settings import ChannelOptions, check_p
 from lightning_longctx.callbacks.channel_sums import SlotTotals, all_reduce_totals
 from lightning_longctx.callbacks.channel_values import ChannelValue, channel_metrics, channel_values
 from lightning_longctx.callbacks.channel_window import MAX_LOSS_CALLS, ChannelWindow, settle
+from lightning_longctx.callbacks.closing import closing_of
 from lightning_longctx.callbacks.loss_hook import LossHook
 from lightning_longctx.callbacks.run_metrics import log_evaluated, logger_step
 from lightning_longctx.callbacks.source_names import SafeNames, SourceTable
@@ -113,10 +114,10 @@ class ChannelLoss(Callback):
         self._window: ChannelWindow | None = None
         self._restored: Mapping[str, Any] = {}
         self._steps_since = 0
-        self._sampled = False
-        self._last_step, self._stride = 0, 1
+        self._last_step, self._stride, self._sampled = 0, 1, False
         self._evaluated: dict[int, ChannelWindow] = {}
         self._warned = False
+        self._picture: Path | None = None
 
     # -- set-up and state ----------------------------------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class ChannelLoss(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the sums, with what an earlier run had in them."""
         self._window = self._new_window(trainer)
-        self._last_step, self._stride = trainer.global_step, 1
+        self._last_step, self._stride, self._picture = trainer.global_step, 1, None
         self._steps_since = int(self._restored.get("steps_since", 0))
         if self._topology.dp_rank == self._topology.sp_rank == 0:  # the sums of all ranks are continued on one
             for part, saved in zip(self._window.totals, self._restored.get("window", ()), strict=False):
@@ -255,13 +256,19 @@ class ChannelLoss(Callback):
         if self._steps_since:
             self._log_step(trainer, max(logger_step(trainer) - 1, 0))
         self._window = None
-        if self.history.steps and self.options.summary:
-            rank_zero_info(f"Loss by {self.group_by}:\n{summary_table(self.history)}")
+        if not closing_of(trainer).is_open and (lines := self.closing_lines()):
+            rank_zero_info("\n".join(lines))
         if not self.options.plot or not trainer.loggers:
             return
         directory = trainer.log_dir  # asks rank 0, so every rank must ask
         if self.history.steps and directory is not None and trainer.is_global_zero:
-            self.plot(Path(directory) / f"{self.prefix}_loss.png")
+            self._picture = self.plot(Path(directory) / f"{self.prefix}_loss.png")
+
+    def closing_lines(self) -> list[str]:
+        """The table: printed at the end of training, or among what all parts say then (``TrainingMetrics``)."""
+        shown = self.history.steps and self.options.summary
+        table = [f"Loss by {self.group_by}:", *summary_table(self.history).splitlines()] if shown else []
+        return table + ([f"Picture: {self._picture}"] if self._picture else [])
 
     def plot(self, path: str | Path) -> Path:
         """Draw the losses so far.
@@ -272,9 +279,7 @@ class ChannelLoss(Callback):
         Returns:
             The path.
         """
-        path = Path(path)
-        save_plot(path, self.history, f"Loss by {self.group_by}")
-        return path
+        return save_plot(Path(path), self.history, f"Loss by {self.group_by}")
 
     def _is_due(self, trainer: Trainer, before: int, after: int) -> bool:
         every: int = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]

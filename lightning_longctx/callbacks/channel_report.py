@@ -108,8 +108,8 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([line[0].ljust(widths[0]), *cells])
 
 
-def save_plot(path: Path, history: ChannelHistory, title: str) -> None:
-    """Draw the loss of each source over the steps. No window and no global state of matplotlib is used.
+def save_plot(path: Path, history: ChannelHistory, title: str) -> Path:
+    """Draw the loss of each source over the steps; return the path. No global state of matplotlib is used.
 
     Args:
         path: a ``.png``, ``.pdf`` or ``.svg`` file; its folder is made.
@@ -140,3 +140,4 @@ def save_plot(path: Path, history: ChannelHistory, title: str) -> None:
         axes.legend(loc="upper right", ncols=1 + len(history.losses) // 12)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+    return path

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_longctx.batch import PAD_SOURCE_ID
+from lightning_longctx.callbacks.closing import closing_of
 from lightning_longctx.callbacks.router_auxiliary import has_dead_auxiliary_loss
 from lightning_longctx.callbacks.router_counts import RouterCounts, SiteCounts
 from lightning_longctx.callbacks.router_decisions import Extract
@@ -205,11 +206,21 @@ class MoERouterHeatmap(Callback):
             self._end_window(trainer)
         if self._history.windows and trainer.is_global_zero:
             publish_history(self._history, self._directory, trainer.loggers, max(logger_step(trainer) - 1, 0))
-            rank_zero_info(f"Expert load: pictures of {self._history.windows} windows in {self._directory}.")
+            if not closing_of(trainer).is_open:
+                rank_zero_info("\n".join(self.closing_lines()))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove every hook."""
         self._detach()
+
+    def closing_lines(self) -> list[str]:
+        """Where pictures are: printed at the end of training, or among what all parts say (``TrainingMetrics``)."""
+        windows = self._history.windows
+        if self.latest is None or not windows:
+            return []
+        worst = self.latest.metrics(full=False)["moe/max_vio"]
+        where = f"pictures of {windows} {'window' if windows == 1 else 'windows'} in {self._directory}"
+        return [f"Expert load: {where}; the busiest expert had {1 + worst:.2f} times its share in the last one."]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove every hook."""

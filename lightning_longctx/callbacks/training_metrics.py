@@ -16,9 +16,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_longctx.callbacks.closing import closing_of
 from lightning_longctx.callbacks.flops import model_flops
 from lightning_longctx.callbacks.gradient_norm import gradient_squares
 from lightning_longctx.callbacks.run_metrics import data_metrics, log_evaluated, slowest_rank_metrics
+from lightning_longctx.callbacks.run_totals import RunTotals
 from lightning_longctx.callbacks.speed import Pace, Speed, device_peak
 from lightning_longctx.callbacks.step_sums import Field, StepSums, mean_loss
 from lightning_longctx.callbacks.step_tally import TallyMember, tally_of
@@ -27,7 +29,7 @@ from lightning_longctx.topology import Topology, topology_of
 
 __all__ = ["TrainingMetrics"]
 
-_IN_PROGRESS_BAR = frozenset({"train/loss", "train/tokens_per_s", "data/source_fill"})
+_IN_PROGRESS_BAR = frozenset({"train/loss", "train/tokens_per_s", "data/source_fill", "data/wait_s_p50"})
 
 
 class TrainingMetrics(Callback):
@@ -67,6 +69,10 @@ class TrainingMetrics(Callback):
     size of attention (:func:`~lightning_longctx.callbacks.flops.model_flops`), no utilization on a device without a
     known peak, no memory on the CPU. Once, after ten steps, a line tells tokens per second and per day.
 
+    Progress bars show loss, tokens per second, fill and the median wait for data. At the end of a fit, also after
+    Ctrl-C, the first rank prints closing lines: steps, tokens, time, fill and loss up to the last logged step, then
+    what every part with a method ``closing_lines() -> list[str]`` has to say.
+
     Args:
         device_peak_tflops: peak of a device in 10^12 operations per second, dense, at the run's precision. Default
             None: from a table of data sheets (``callbacks/device_peaks.py``).
@@ -91,6 +97,7 @@ class TrainingMetrics(Callback):
         self._since_log: Tensor | None = None
         self._pace: Pace | None = None
         self._speed: Speed | None = None
+        self._totals: RunTotals | None = None
         self._learning_rate: float | Tensor | None = None
         self._has_gradient_norm = False
         self._evaluated: dict[int, StepSums] = {}
@@ -125,14 +132,29 @@ class TrainingMetrics(Callback):
         peak = self._peak or device_peak(trainer.strategy.root_device, str(trainer.precision))
         self._speed = Speed(self._topology, model_flops(pl_module), peak)
         self._learning_rate, self._has_gradient_norm = None, False
+        self._totals = RunTotals(self._topology.world_size, self._topology.sp_size, trainer.global_step)
+        closing_of(trainer).begin()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the count of this fit."""
+        assert self._totals is not None
+        assert self._since_log is not None
+        self._totals.add(self._since_log.tolist(), trainer.global_step)
         self._tokens.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep the count of this fit."""
+        """Keep the count of this fit, and say what it did if it was stopped on purpose."""
         self._tokens.abort()
+        closing_of(trainer).tell(trainer, self, exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Say what the fit did, after everything else is over."""
+        closing_of(trainer).tell(trainer, self)
+
+    def closing_lines(self) -> list[str]:
+        """Steps, tokens, time, fill and loss of the last fit."""
+        line = None if self._totals is None else self._totals.line()
+        return [] if line is None else [line]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget micro-batches that no step followed: Lightning has dropped their gradients."""
@@ -177,6 +199,8 @@ class TrainingMetrics(Callback):
         since = self._since_log.tolist()
         self._since_log.zero_()
         metrics = {"train/loss": mean_loss(step)}
+        assert self._totals is not None
+        self._totals.add(since, trainer.global_step, metrics["train/loss"])
         if self._has_gradient_norm:
             metrics["train/grad_norm"] = math.sqrt(step[Field.GRADIENT_SQUARES])
         if self._learning_rate is not None:
@@ -257,6 +281,8 @@ class TrainingMetrics(Callback):
         if self._topology.token_group is not None:
             dist.all_reduce(sums, group=self._topology.token_group)
         metrics = {f"{stage}/loss": mean_loss(sums.sum(0).tolist())}
+        if stage == "val" and self._totals is not None:
+            self._totals.validation_loss = metrics["val/loss"]
         if loaders > 1:
             rows = enumerate(sums.tolist())
             metrics |= {f"{stage}/loss/dataloader_idx_{loader}": mean_loss(row) for loader, row in rows}

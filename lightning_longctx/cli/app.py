@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from jsonargparse import ArgumentError
-from jsonargparse.typing import register_type
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
@@ -24,12 +23,13 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_longctx.callbacks import TrainingMetrics
 from lightning_longctx.cli.arguments import Arguments, nearest, read_arguments
-from lightning_longctx.cli.checks import check_checkpoint_path, check_sizes, hidden_refusal
+from lightning_longctx.cli.checks import hidden_refusal
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.explain import explain
+from lightning_longctx.cli.notes import ClosingNotes
 from lightning_longctx.cli.schema import Place, class_names, spell_flag
 from lightning_longctx.errors import ConfigurationError, FieldError
-from lightning_longctx.units import TokenCount, parse_token_count
+from lightning_longctx.tools.before_start import check_checkpoint_path, check_sizes
 
 __all__ = ["LongContextCLI", "Trainer"]
 
@@ -50,8 +50,6 @@ DEFAULT_SEED = 42
 
 # How long children may take to end by themselves (and print their own error) once the main process failed, in seconds.
 _CHILD_GRACE = 1.0
-
-register_type(TokenCount, serializer=int, deserializer=parse_token_count)
 
 # jsonargparse finds a bare class name among the classes that are imported.
 for _package in ("callbacks", "datamodules", "strategies"):
@@ -157,7 +155,8 @@ class LongContextCLI(LightningCLI):
         check_checkpoint_path(self._get(self.config, "ckpt_path"))
         with self._told_in_one_line():
             super().instantiate_classes()
-        check_sizes(self.trainer, self.datamodule, self.model)
+        trainer = self.trainer
+        check_sizes(trainer.strategy, self.datamodule, self.model, trainer.num_devices, trainer.num_nodes)
 
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         """Build the Trainer, with :class:`TrainingMetrics` unless it is listed.
@@ -174,6 +173,7 @@ class LongContextCLI(LightningCLI):
         callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
         if not any(isinstance(callback, TrainingMetrics) for callback in callbacks):
             callbacks.append(TrainingMetrics())
+        callbacks.append(ClosingNotes())
         try:
             return super().instantiate_trainer(**{**kwargs, "callbacks": callbacks})
         except FieldError:

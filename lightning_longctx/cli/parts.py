@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import Any, Literal
 
+from lightning.fabric.utilities.seed import seed_everything
+
 from lightning_longctx.cli.app import LongContextCLI
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["Part", "build_from_config", "load_config", "read_words"]
+__all__ = ["Part", "PartCLI", "build_from_config", "load_config", "read_words"]
 
 Part = Literal["data", "model", "strategy", "trainer"]
 
@@ -46,7 +48,7 @@ def build_from_config(
     if part not in _PLACES:
         fix = f"Give one of {', '.join(_PLACES)}."
         raise ConfigurationError("part", "must be a part of a configuration", repr(part), fix)
-    return _PartCLI(_words(config, overrides), part).built
+    return PartCLI(_words(config, overrides)).build(part)
 
 
 def load_config(
@@ -65,7 +67,7 @@ def load_config(
         ConfigurationError: a wrong key, value or class, as ``longctx fit`` tells it.
         CommandLineError: any other refusal, in one line.
     """
-    cli = _PartCLI(_words(config, overrides), None)
+    cli = PartCLI(_words(config, overrides))
     cli._dump_config()
     dump: dict[str, Any] = cli.config_dump
     return dump
@@ -77,41 +79,48 @@ def read_words(words: list[str], part: Part) -> tuple[Any, dict[str, Any]]:
     Returns:
         The part, and all sections as plain containers. Class settings stand under ``init_args``.
     """
-    cli = _PartCLI(words, part)
-    settings: dict[str, Any] = cli.config[cli.subcommand].as_dict()
-    return cli.built, settings
+    cli = PartCLI(words)
+    return cli.build(part), cli.settings
 
 
-class _PartCLI(LongContextCLI):
-    """Parses as ``longctx fit`` does, so that every key of a run is allowed, and builds at most one part."""
+class PartCLI(LongContextCLI):
+    """Parses as ``longctx fit`` does, so that every key of a run is allowed, and builds the parts that are asked for.
 
-    def __init__(self, words: list[str], part: Part | None) -> None:
-        self._part = part
-        self.built: Any = None
+    Args:
+        words: configuration files and flags.
+    """
+
+    def __init__(self, words: list[str]) -> None:
         super().__init__(["fit", *words])
 
-    def instantiate_classes(self) -> None:
-        if self._part is None:
-            return
-        section = _PLACES[self._part]
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All sections as plain containers. Class settings stand under ``init_args``."""
+        settings: dict[str, Any] = self.config[self.subcommand].as_dict()
+        return settings
+
+    def build(self, part: Part) -> Any:
+        """Build one part, with random numbers as at the start of a run."""
         config = self.config[self.subcommand]
-        container = type(config)
+        section, container = _PLACES[part], type(config)
         wanted = container({section: config.get(section)})
-        if self._part == "strategy":
+        if part == "strategy":
             wanted = container({section: container(strategy=config[section].strategy)})
+        seed = config.get("seed_everything")
+        if isinstance(seed, int) and not isinstance(seed, bool):  # parsing has drawn one, and said so
+            seed_everything(seed, workers=True, verbose=False)
         with self._told_in_one_line():
             self.config_init = self._parser(self.subcommand).instantiate(wanted)
-            self.built = self._pick()
+            if part == "trainer":
+                return self.instantiate_trainer()
+            built = self.config_init.get(section)
+            return built.strategy if part == "strategy" else built
 
-    def _pick(self) -> Any:
-        assert self._part is not None
-        section = self.config_init.get(_PLACES[self._part])
-        if self._part == "trainer":
-            return self.instantiate_trainer()
-        return section.strategy if self._part == "strategy" else section
+    def instantiate_classes(self) -> None:
+        """Build nothing yet."""
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing: the part is what was asked for."""
+        """Run nothing: the parts are what was asked for."""
 
 
 def _words(config: str | PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any] | None) -> list[str]:

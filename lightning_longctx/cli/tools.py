@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning_longctx.cli.arguments import read_arguments
 
 if TYPE_CHECKING:
-    from lightning_longctx.cli.parts import Part
+    from lightning_longctx.cli.parts import Part, PartCLI
 
 __all__ = ["TOOLS", "Configuration", "run_tool"]
 
 #: Name, what ``longctx --help`` says, and the module with ``main(words, read) -> int``.
 TOOLS = {
+    "check": (
+        "do all of a start but train: files, sizes, first row, memory, disk",
+        "lightning_longctx.tools.check.command",
+    ),
+    "init": ("print a recipe to start from", "lightning_longctx.tools.init"),
     "checkpoint": ("list, verify, export and prune checkpoints", "lightning_longctx.tools.checkpoint"),
     "plan": (
         "tell whether a model at a length fits a device: no GPU, no weights",
@@ -40,26 +46,27 @@ class Configuration:
 
     def __init__(self, words: Sequence[str]) -> None:
         read_arguments(list(words))
-        from lightning_longctx.cli.parts import read_words
+        from lightning_longctx.cli.parts import PartCLI
 
-        self._read = read_words
-        self._words = list(words)
+        self._parse = partial(PartCLI, list(words))
+        self._parsed: PartCLI | None = None
         self._built: dict[str, Any] = {}
-        self._settings: Mapping[str, Any] | None = None
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """All sections as plain containers."""
-        if self._settings is None:
-            self.build("data")  # what most tools need: one parse then serves both
-        assert self._settings is not None
-        return self._settings
+        return self._cli().settings
 
     def build(self, part: str) -> Any:
         """Build one part, once."""
         if part not in self._built:
-            self._built[part], self._settings = self._read(self._words, cast("Part", part))
+            self._built[part] = self._cli().build(cast("Part", part))
         return self._built[part]
+
+    def _cli(self) -> PartCLI:
+        if self._parsed is None:
+            self._parsed = self._parse()
+        return self._parsed
 
 
 def run_tool(name: str, words: Sequence[str]) -> int:

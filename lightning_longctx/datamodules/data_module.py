@@ -130,6 +130,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._loader: TrainingLoader | None = None
         self._to_restore: Mapping[str, Any] | None = None
         self._to_announce = False
+        self._first_counters: dict[str, int] = {}  # after the first row of a fit
         self._trainer_settings = TrainerSettings()
         self.check()
 
@@ -178,7 +179,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._announce()
 
     def _announce(self) -> None:
-        self._to_announce = True
+        self._to_announce, self._first_counters = True, {}
         topology = self._topology
         rank_zero_info(
             messages.step_line(self.max_tokens_per_batch, topology.dp_size, topology.sp_size, self._accumulate())
@@ -246,13 +247,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         """Rows for validation. Not asked for during ``fit`` without ``validation_sources``."""
         return self._evaluation_loader()
 
-    def test_dataloader(self) -> EvaluationLoader:
-        """The same rows as for validation."""
-        return self._evaluation_loader()
-
-    def predict_dataloader(self) -> EvaluationLoader:
-        """The same rows as for validation."""
-        return self._evaluation_loader()
+    test_dataloader = predict_dataloader = val_dataloader  # the same rows
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note that training uses the next row: what is saved from now on no longer holds it."""
@@ -265,8 +260,13 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             self._ledger.use(self.trainer.global_step)
             if self._to_announce:
                 self._to_announce = False
+                self._first_counters = self.counters
                 rank_zero_info(messages.first_row_line(self.counters, self.max_tokens_per_batch))
         return batch
+
+    def closing_lines(self) -> list[str]:
+        """What the first row waited for, unless the fit went on with an earlier one's data. For ``TrainingMetrics``."""
+        return messages.closing_lines(self._first_counters, self.max_tokens_per_batch, self._policy)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a row, except ``document_keys``, which are for the host."""

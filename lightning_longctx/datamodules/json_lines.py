@@ -40,7 +40,7 @@ class JsonLinesSource(FileSource, IndexableSource):
     @cached_property
     def _offsets(self) -> list[NDArray[np.int64]]:
         """For each file int64 ``[lines, 2]``: start and stop byte."""
-        return [_line_offsets(path, self.field) for path in self._paths]
+        return [_line_offsets(path, self.field) for path in self.paths]
 
     @cached_property
     def _firsts(self) -> NDArray[np.int64]:
@@ -71,7 +71,7 @@ class JsonLinesSource(FileSource, IndexableSource):
     def _locate(self, number: int) -> tuple[str, int, int]:
         file = int(np.searchsorted(self._firsts, number, side="right")) - 1
         start, stop = self._offsets[file][number - self._firsts[file]]
-        return self._paths[file], int(start), int(stop)
+        return self.paths[file], int(start), int(stop)
 
 
 class JsonLinesStream(FileSource, StreamingSource):
@@ -91,15 +91,15 @@ class JsonLinesStream(FileSource, StreamingSource):
             DataError: the state belongs to other files.
         """
         if state is None:
-            return skip(_Lines(self._paths, self.field, 0, 0, 0), taken, self.field)
+            return skip(_Lines(self.paths, self.field, 0, 0, 0), taken, self.field)
         file = state["file"]
-        names = [PurePosixPath(path).name for path in self._paths]
+        names = [PurePosixPath(path).name for path in self.paths]
         if file and names[file - 1 : file] != [state["after"]]:
             got = f"{names[file - 1 : file] or 'none'} where {state['after']!r} was read before"
             raise DataError(
                 self.field, "must have the same files as before the stop", got, "Start anew, or put it back."
             )
-        return _Lines(self._paths, self.field, file, state["line"], state["byte"])
+        return _Lines(self.paths, self.field, file, state["line"], state["byte"])
 
     def decode(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parse a line."""
@@ -110,7 +110,7 @@ class _Lines(RecordStream):
     """The lines from a place on, as ``{"line": bytes, "place": file and line number}``."""
 
     def __init__(self, paths: Sequence[str], field: str, file: int, line: int, byte: int) -> None:
-        self._paths = paths
+        self.paths = paths
         self._field = field
         self._file, self._line, self._byte = file, line, byte
         self._records = self._read()
@@ -119,19 +119,19 @@ class _Lines(RecordStream):
         try:
             return next(self._records)
         except READ_ERRORS as error:
-            got = f"{self._paths[self._file]}, after line {self._line}: {error}"
+            got = f"{self.paths[self._file]}, after line {self._line}: {error}"
             self._file, self._line, self._byte = self._file + 1, 0, 0
             self._records = self._read()  # where bad records are skipped, the files behind it are still read
             raise DataError(self._field, "must be readable", got, "Repair the file, or leave it out.") from None
 
     def state(self) -> dict[str, Any]:
         """File, and lines and (decompressed) bytes of it that were read; and the name of the file before."""
-        after = PurePosixPath(self._paths[self._file - 1]).name if self._file else None
+        after = PurePosixPath(self.paths[self._file - 1]).name if self._file else None
         return {"file": self._file, "line": self._line, "byte": self._byte, "after": after}
 
     def _read(self) -> Iterator[Mapping[str, Any]]:
-        while self._file < len(self._paths):
-            yield from self._read_file(self._paths[self._file])
+        while self._file < len(self.paths):
+            yield from self._read_file(self.paths[self._file])
             self._file, self._line, self._byte = self._file + 1, 0, 0
 
     def _read_file(self, path: str) -> Iterator[Mapping[str, Any]]:

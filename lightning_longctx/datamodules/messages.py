@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from lightning_longctx.datamodules.policies import LONG_CONTEXT, BufferPolicy, FixedBufferPolicy
 
-__all__ = ["cold_start_warning", "first_row_line", "stand_in_line", "start_line", "step_line", "summarize"]
+__all__ = [
+    "closing_lines",
+    "cold_start_warning",
+    "first_row_line",
+    "stand_in_line",
+    "start_line",
+    "step_line",
+    "summarize",
+]
 
 
 def start_line(max_tokens_per_batch: int, dp_size: int, policy: BufferPolicy, counters: Mapping[str, int]) -> str:
@@ -43,6 +51,24 @@ def first_row_line(counters: Mapping[str, int], max_tokens_per_batch: int) -> st
     mean = counters["tokens_read"] / read if read else 0.0
     since = "" if rows == 1 else f" for {rows:,} rows since the data began"
     return f"First row: {read:,} documents read{since} ({mean:,.0f} tokens on average), filled to {fill:.1%}."
+
+
+def closing_lines(counters: Mapping[str, int], max_tokens_per_batch: int, policy: BufferPolicy) -> list[str]:
+    """What the first row of a run waited for, and what the published count gate would have waited for at least.
+
+    Args:
+        counters: after the first row of this process; nothing is said where that was not the first of the data.
+        max_tokens_per_batch: the budget of a row.
+        policy: the one of the run.
+    """
+    if counters.get("rows") != 1:
+        return []
+    read, gate = counters["documents_read"], FixedBufferPolicy().size
+    line = f"First row: {read:,} {'document' if read == 1 else 'documents'} read, filled to"
+    line += f" {counters['tokens_packed'] / max_tokens_per_batch:.1%}"
+    if isinstance(policy, FixedBufferPolicy) or read >= gate:  # beyond its gate the tokens of a row decide there too
+        return [f"{line}."]
+    return [f"{line}; `buffer_policy: fixed` would have read at least {gate}."]
 
 
 def summarize(counters: Mapping[str, int]) -> str:

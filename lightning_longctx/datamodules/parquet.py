@@ -48,7 +48,7 @@ class ParquetSource(FileSource, IndexableSource):
     def __init__(self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "") -> None:
         super().__init__(name, settings, paths, field)
         self._decoded: OrderedDict[int, Any] = OrderedDict()  # row group -> pyarrow table, the last used one last
-        _, self._names = self._opened(self._paths[0], self._describe_file)
+        _, self._names = self._opened(self.paths[0], self._describe_file)
 
     @property
     def is_pretokenized(self) -> bool:
@@ -58,7 +58,7 @@ class ParquetSource(FileSource, IndexableSource):
     @cached_property
     def _groups(self) -> list[tuple[int, int, int]]:
         """Of each row group that is not empty: file, number in the file, and rows."""
-        found = [self._opened(path, self._describe_file)[0] for path in self._paths]
+        found = [self._opened(path, self._describe_file)[0] for path in self.paths]
         if not any(map(sum, found)):
             fix = "Check the path, or leave the source out."
             raise ConfigurationError(self.field, "must have at least one document", "files without rows", fix)
@@ -82,7 +82,7 @@ class ParquetSource(FileSource, IndexableSource):
         group = self._group_of(number)
         file = self._groups[group][0]
         first = next(index for index, found in enumerate(self._groups) if found[0] == file)
-        return f"{self._paths[file]}, row {number - self._firsts[first]}"
+        return f"{self.paths[file]}, row {number - self._firsts[first]}"
 
     def read(self, number: int) -> Mapping[str, Any]:
         """Read one row as a dict of the columns that the format needs.
@@ -111,9 +111,9 @@ class ParquetSource(FileSource, IndexableSource):
             return opened.read_row_group(inner, columns=self._columns(opened), use_threads=False)
 
         try:
-            table = _with_file(self._paths[file], read)
+            table = _with_file(self.paths[file], read)
         except (OSError, ValueError) as error:
-            got = f"{self._paths[file]}, row group {inner}: {error}"
+            got = f"{self.paths[file]}, row group {inner}: {error}"
             raise DataError(self.field, "must be readable", got, "Repair the file, or leave it out.") from None
         self._decoded[group] = table
         while len(self._decoded) > 1 and sum(kept.nbytes for kept in self._decoded.values()) > CACHE_BYTES:

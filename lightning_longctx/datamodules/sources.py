@@ -34,7 +34,10 @@ class Source:
         min_tokens: shortest document to keep, or None.
         max_tokens: longest document to keep, or None.
         modality: what the tokens stand for.
+        paths: files that it reads; none for records in memory.
     """
+
+    paths: Sequence[str] = ()
 
     def __init__(self, name: str, settings: SourceSettings, field: str = "") -> None:
         self.name = name
@@ -95,7 +98,7 @@ class FileSource(Source):
 
     def __init__(self, name: str, settings: SourceSettings, paths: Sequence[str], field: str = "") -> None:
         super().__init__(name, settings, field)
-        self._paths = list(paths)
+        self.paths = list(paths)
 
 
 class SequenceSource(IndexableSource):

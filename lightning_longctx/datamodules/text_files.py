@@ -33,15 +33,15 @@ class TextFilesSource(FileSource, IndexableSource):
         self._errors = errors
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def describe(self, number: int, record: Mapping[str, Any] | None = None) -> str:
         """The file's path."""
-        return self._paths[number]
+        return self.paths[number]
 
     def read(self, number: int) -> Mapping[str, Any]:
         """Read a file as ``{text_field: its text}``."""
-        path = self._paths[number]
+        path = self.paths[number]
         try:
             with open_bytes(path) as file:
                 data = file.read()

@@ -87,10 +87,10 @@ def check_manual_optimization(module: pl.LightningModule, strategy: LongContextF
         )
 
 
-def layout_facts(trainer: pl.Trainer) -> dict[str, int | None]:
+def layout_facts(strategy: object, processes: int) -> dict[str, int | None]:
     """Sizes that are known before any process is started, by the names that a part's ``check`` takes."""
-    sp_size = int(getattr(trainer.strategy, "sequence_parallel_size", 1))
-    return {"sp_size": sp_size, "dp_size": trainer.num_devices * trainer.num_nodes // sp_size}
+    sp_size = int(getattr(strategy, "sequence_parallel_size", 1))
+    return {"sp_size": sp_size, "dp_size": processes // sp_size}
 
 
 def check_parts(parts: Iterable[object], facts: Mapping[str, int | None]) -> None:
@@ -199,5 +199,6 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         """Check, then start the processes and call ``function``."""
         if trainer is not None:
             self._check(trainer)
-            check_parts([*args, *kwargs.values()], layout_facts(trainer))
+            facts = layout_facts(trainer.strategy, trainer.num_devices * trainer.num_nodes)
+            check_parts([*args, *kwargs.values()], facts)
         return super().launch(function, *args, trainer=trainer, **kwargs)

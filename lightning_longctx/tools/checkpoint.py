@@ -18,11 +18,11 @@ from lightning_longctx.checkpoint.retention import Retention, prune, superfluous
 from lightning_longctx.checkpoint.scores import read_scores
 from lightning_longctx.errors import CheckpointError, ConfigurationError
 from lightning_longctx.tools.configuration import ReadConfiguration
+from lightning_longctx.tools.output import human_bytes
 
 __all__ = ["main"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,7 +93,7 @@ def _list(options: argparse.Namespace) -> tuple[int, Any]:
     for row in rows:
         score = "" if row["score"] is None else f"{row['score']:.4g}"
         print(
-            f"{row['step'] if row['step'] is not None else '?':>8}  {row['content']:<18} {_human(row['bytes']):>9}"
+            f"{row['step'] if row['step'] is not None else '?':>8}  {row['content']:<18} {human_bytes(row['bytes']):>9}"
             f"  {row['ranks'] or '':>5}  {row['run'] or '':<8}  {score:>8}  {row['name']}  {row['problem']}".rstrip()
         )
     return 0, rows
@@ -169,10 +169,3 @@ def _row(found: Found, scores: dict[str, float]) -> dict[str, Any]:
         "score": scores.get(found.path.name),
         "problem": found.problem,
     }
-
-
-def _human(size: int | None) -> str:
-    value, unit = float(size or 0), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if size is not None else "?"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["Layout", "ReadConfiguration", "RunConfiguration", "layout_of"]
+__all__ = ["Layout", "ReadConfiguration", "RunConfiguration", "device_count", "layout_of"]
 
 
 class RunConfiguration(Protocol):
@@ -55,7 +55,7 @@ def layout_of(settings: Mapping[str, Any]) -> Layout:
     strategy = trainer.get("strategy")
     arguments = (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
     sp_size = int(arguments.get("sequence_parallel_size", 1))
-    devices, nodes = _devices(trainer.get("devices")), int(trainer.get("num_nodes") or 1)
+    devices, nodes = device_count(trainer.get("devices")), int(trainer.get("num_nodes") or 1)
     if devices is None:
         return Layout(None, sp_size)
     if sp_size < 1 or devices * nodes % sp_size:
@@ -65,7 +65,7 @@ def layout_of(settings: Mapping[str, Any]) -> Layout:
     return Layout(devices * nodes // sp_size, sp_size)
 
 
-def _devices(value: object) -> int | None:
+def device_count(value: object) -> int | None:
     """Number of devices a node: as Lightning reads ``2``, ``"2"``, ``"0,1"`` and ``[0, 1]``; None for all there are."""
     if isinstance(value, (list, tuple)):
         return len(value)

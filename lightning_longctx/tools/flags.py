@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["FlagParser", "integer"]
+__all__ = ["FlagParser", "gib", "integer"]
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -63,3 +63,14 @@ def integer(least: int) -> Callable[[str], int]:
         return int(digits)
 
     return read
+
+
+def gib(text: str) -> float:
+    """A type for flags: a number of GiB."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 2**20:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB such as 80 but got {text!r}")
+    return value

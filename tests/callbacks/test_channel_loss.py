@@ -300,9 +300,9 @@ def test_without_a_logger_values_are_there_and_no_file_is_written() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"every_n_steps": 0}, "positive integer"),
-        ({"every_n_steps": True}, "positive integer"),
-        ({"every_n_steps": "5"}, "positive integer"),
+        ({"every_n_steps": 0}, "must be at least 1"),
+        ({"every_n_steps": True}, "must be a whole number"),
+        ({"every_n_steps": "5"}, "must be a whole number"),
         ({"source_names": "web"}, "must hold names"),
         ({"source_names": {-1: "web"}}, "ids from 0 on"),
         ({"source_names": {"web": "web"}}, "ids from 0 on"),

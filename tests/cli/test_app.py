@@ -11,6 +11,7 @@ import pytest
 import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -288,3 +289,12 @@ def test_runs_start_from_the_same_seed() -> None:
 
 def test_metrics_class_is_the_public_one() -> None:
     assert any(type(item) is TrainingMetrics for item in build(TOYS).trainer.callbacks)
+
+
+def test_numbers_of_tokens_under_lightnings_own_command_line(texts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A project that takes the data module only has the stock parser."""
+    monkeypatch.setattr("sys.argv", ["main.py"])  # Lightning warns of words besides `args`
+    args = {"model": {"class_path": "tests.cli.toys.ToyModel"}, "data": {"sources": {"a": texts}, "max_seq_len": "2K"}}
+    settings: dict[str, Any] = {"subclass_mode_model": True, "seed_everything_default": 1, "run": False}
+    cli = LightningCLI(LightningModule, DynamicBatchingDataModule, args=args, **settings)
+    assert cli.datamodule.max_seq_len == 2048

@@ -233,7 +233,7 @@ def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    assert "longctx fit --config examples/quickstart.yaml" in capsys.readouterr().out
+    assert "longctx init quickstart > quickstart.yaml" in capsys.readouterr().out
     assert main([]) == 2
     assert main(["--version"]) == 0
     assert re.match(r"longctx \S+", capsys.readouterr().out.splitlines()[-1])

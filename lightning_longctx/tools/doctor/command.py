@@ -30,7 +30,8 @@ from lightning_longctx.tools.doctor.fits import fresh
 from lightning_longctx.tools.doctor.launch import run_world
 from lightning_longctx.tools.doctor.options import DoctorOptions, read_options
 from lightning_longctx.tools.doctor.reference import Reference, ReferenceStep
-from lightning_longctx.tools.doctor.report import DoctorReport
+from lightning_longctx.tools.doctor.report import REPORT, DoctorReport, model_name
+from lightning_longctx.tools.output import make_folders
 
 __all__ = ["main"]
 
@@ -58,6 +59,7 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     if options.as_rank is not None:
         _run_rank(subject, options, options.as_rank)
         return 0
+    make_folders({"--out": options.folder, "--json": options.json and options.json.parent})
     start = perf_counter()
     groups = _groups(subject, options)
     findings: list[Finding] = []
@@ -70,9 +72,11 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
             print(f"{world_size} process(es): {perf_counter() - began:.0f} s", file=sys.stderr)
     report = DoctorReport(_facts(subject, options), findings, perf_counter() - start)
     print(report.to_text())
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report.to_plain(), indent=1) + "\n", encoding="utf-8")
+    files = {options.folder / "doctor.md": f"{report.to_text()}\n"}
+    for path in filter(None, (options.folder / REPORT, options.json)):
+        files[path] = json.dumps(report.to_plain(), indent=1) + "\n"
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
     return 1 if report.faults else 0
 
 
@@ -116,10 +120,9 @@ def _facts(subject: Subject, options: DoctorOptions) -> dict[str, Any]:
     module = fresh(subject.module)
     has_twin = callable(getattr(module, "plain_twin", None))
     own = "the module's own step on one document at a time, in one process"
-    config = getattr(module, "config", None)
     shrinks = callable(getattr(module, "for_cpu_check", None)) and not options.full
     return {
-        "model": getattr(config, "model_type", None) or type(module).__name__,
+        "model": model_name(module),
         "size": "small" if shrinks else "whole",
         "parameters": sum(parameter.numel() for parameter in module.parameters()),
         "reference": "transformers with eager attention, one document at a time" if has_twin else own,

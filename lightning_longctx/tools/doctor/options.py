@@ -9,7 +9,10 @@ from pathlib import Path
 
 from lightning_longctx.tools.flags import FlagParser, integer
 
-__all__ = ["DoctorOptions", "read_options"]
+__all__ = ["FOLDER", "DoctorOptions", "read_options"]
+
+#: Where the last report is.
+FOLDER = Path("runs/doctor")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class DoctorOptions:
         row_tokens: tokens of a row. Default 48: 4 ranks divide it, and attention over it takes no time.
         processes: the largest world. Default 4.
         timeout: seconds that the processes of one world may take. Default 600.
-        json: file for all numbers; None for none.
+        folder: where ``doctor.md`` and ``doctor.json`` go. Default ``runs/doctor``, beside the runs, which look there.
+        json: another file for all numbers; None for none.
         as_rank: set in the processes that the doctor starts: the file with what to do.
     """
 
@@ -36,6 +40,7 @@ class DoctorOptions:
     row_tokens: int = 48
     processes: int = 4
     timeout: int = 600
+    folder: Path = FOLDER
     json: Path | None = None
     as_rank: Path | None = None
 
@@ -47,7 +52,7 @@ def read_options(words: Sequence[str]) -> tuple[DoctorOptions, list[str]]:
         ConfigurationError: a value that cannot be, or a misspelt flag.
     """
     found, rest = _parser().split(words)
-    return DoctorOptions(**found), rest
+    return DoctorOptions(**{("folder" if name == "out" else name): value for name, value in found.items()}), rest
 
 
 def _parser() -> FlagParser:
@@ -61,6 +66,7 @@ def _parser() -> FlagParser:
     add("row-tokens", type=_tokens, default=default.row_tokens, help="tokens of a row (%(default)s)")
     add("processes", type=int, choices=(1, 2, 4), default=default.processes, help="of the largest world (%(default)s)")
     add("timeout", type=integer(1), default=default.timeout, help="seconds for each world (%(default)s)")
+    add("out", type=Path, default=default.folder, help="folder for the report (%(default)s)")
     add("json", type=Path, help="also write all numbers to this file")
     add("as-rank", type=Path, help=argparse.SUPPRESS)
     return parser

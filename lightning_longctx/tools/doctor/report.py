@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_longctx.tools.doctor.compare import Finding
+from lightning_longctx.tools.output import markdown_table
 
-__all__ = ["DoctorReport"]
+__all__ = ["REPORT", "DoctorReport", "model_name", "parity_line"]
 
 #: Raised when a key of the JSON form changes its name or meaning.
 JSON_VERSION = 1
+
+#: Name of the file with all numbers.
+REPORT = "doctor.json"
 
 _CHECKS = ("loss", "gradients", "evaluation", "isolation", "causality", "resume")
 _HEAD = ("processes", "dp", "sp", "accumulate", "layouts", *_CHECKS, "verdict")
@@ -51,7 +57,7 @@ class DoctorReport:
             f"Reference: {facts['reference']}. {layouts} random layouts, seed {facts['seed']}, "
             f"tolerance {facts['tolerance']:g}, float32, {self.seconds:.0f} s.",
             "",
-            *_table([_HEAD, *(_row(findings) for findings in self._fits())]),
+            *markdown_table(_HEAD, map(_row, self._fits())),
         ]
         worst = max((f for f in self.findings if f.check == "gradients"), key=_size, default=None)
         if worst is not None:
@@ -73,6 +79,33 @@ class DoctorReport:
         if not self.faults:
             return f"No fault: every layout gives what the reference gives.{tied}"
         return f"{len(self.faults)} fault(s).{tied}"
+
+
+def model_name(module: Any) -> str:
+    """What a report calls a module: the family of its configuration, or its class."""
+    return str(getattr(getattr(module, "config", None), "model_type", None) or type(module).__name__)
+
+
+def parity_line(path: Path, model: str) -> str | None:
+    """What a report on disk says of a model, in one line; None if there is no readable report of it.
+
+    Args:
+        path: of the JSON form.
+        model: see :func:`model_name`.
+    """
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        facts, findings = plain["facts"], [Finding(**found) for found in plain["findings"]]
+    except (OSError, ValueError, TypeError, KeyError):  # none, or another program's
+        return None
+    if plain["version"] != JSON_VERSION or facts["model"] != model:
+        return None
+    gradients = [finding for finding in findings if finding.check == "gradients"]
+    worst = max(gradients, key=_size, default=None)
+    faults = len(DoctorReport(facts, findings, 0.0).faults)
+    error = "" if worst is None or worst.error is None else f", largest gradient error {worst.error:.1e}"
+    layouts = sum(finding.layouts for finding in gradients)
+    return f"Doctor: {model} ({facts['size']}) in {layouts} layouts: {faults or 'no'} fault(s){error} ({path})."
 
 
 def _row(findings: Sequence[Finding]) -> tuple[str, ...]:
@@ -100,11 +133,3 @@ def _size(finding: Finding) -> float:
     """Errors in order; what is not a number is the worst."""
     error = -1.0 if finding.error is None else finding.error
     return float("inf") if error != error else error
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -6,14 +6,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
 
-from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.memory import MemorySettings, Switch, next_switches, possible_sp_sizes
 from lightning_longctx.tools.configuration import ReadConfiguration
+from lightning_longctx.tools.output import make_folders
 from lightning_longctx.tools.plan.options import PlanOptions, read_options
 from lightning_longctx.tools.plan.plot import check_plot, save_plot
 from lightning_longctx.tools.plan.reading import Run, read_run
@@ -44,7 +43,8 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     options, rest = read_options(words)
     plot = options.plot or options.folder / "plan.png"
     check_plot(plot)
-    _make_folders(options, plot)
+    files = {"--plot": plot, "--json": options.json, "--write": options.write}
+    make_folders({"--out": options.folder, **{flag: file and file.parent for flag, file in files.items()}})
     run = read_run(read(rest), options)
     report, switches = plan(run, options, tell=partial(print, file=sys.stderr))
     print(report.to_text())
@@ -151,14 +151,3 @@ def _as_yaml(switches: Sequence[Switch], run: Run) -> str:
             changes[f"{section}.init_args.{rest}"] = value
     text = "# The fewest switches that fit: longctx fit --config run.yaml --config THIS_FILE\n"
     return text + (yaml.safe_dump(nested(changes), sort_keys=False) if changes else "{}\n")
-
-
-def _make_folders(options: PlanOptions, plot: Path) -> None:
-    folders = {"--out": options.folder, "--plot": plot.parent}
-    folders |= {"--json": options.json.parent} if options.json else {}
-    folders |= {"--write": options.write.parent} if options.write else {}
-    for flag, folder in folders.items():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(flag, "must be in a folder that can be made", str(error), "Change it.") from None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.tools.flags import FlagParser, integer
+from lightning_longctx.tools.flags import FlagParser, gib, integer
 from lightning_longctx.units import parse_token_count
 
 __all__ = ["PlanOptions", "read_options"]
@@ -60,8 +59,8 @@ def _parser() -> FlagParser:
         "--device-gb 80 ",
     )
     add = parser.add
-    add("device-gb", type=_gib, help="memory of one device in GiB")
-    add("host-gb", type=_gib, help="memory of one node in GiB, for activation offload (not judged)")
+    add("device-gb", type=gib, help="memory of one device in GiB")
+    add("host-gb", type=gib, help="memory of one node in GiB, for activation offload (not judged)")
     add("devices", type=integer(1), help="devices of a node (those of the configuration)")
     add("max-seq-len", type=_tokens, help="tokens of a document, such as 512K (that of the configuration)")
     add("write", type=Path, help="write the smallest set of switches that fits to this file, as a second --config")
@@ -70,16 +69,6 @@ def _parser() -> FlagParser:
     add("plot", type=Path, help="file of the plot (plan.png in the folder)")
     add("brief", action="store_true", help="without the longest sequences that fit")
     return parser
-
-
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 2**20:
-        raise argparse.ArgumentTypeError(f"must be a number of GiB such as 80 but got {text!r}")
-    return value
 
 
 def _tokens(text: str) -> int:

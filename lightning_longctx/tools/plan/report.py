@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_longctx.tools.output import markdown_table
 from lightning_longctx.tools.plan.peaks import Peaks
 from lightning_longctx.tools.plan.search import MARGIN_BYTES, MARGIN_SHARE, with_margin
 from lightning_longctx.tools.plan.storages import CATEGORIES
@@ -103,11 +103,11 @@ class PlanReport:
             "",
             "## One device at the peak of each phase, in GiB",
             "",
-            *_table(("phase", *CATEGORIES, "peak"), map(_phase_row, configured.peaks.phases)),
+            *markdown_table(("phase", *CATEGORIES, "peak"), map(_phase_row, configured.peaks.phases)),
             "",
             "## Switches",
             "",
-            *_table(_VARIANT_HEAD, (self._variant_row(variant) for variant in self.variants)),
+            *markdown_table(_VARIANT_HEAD, (self._variant_row(variant) for variant in self.variants)),
             "",
             *(f"- {note}" for note in (*self.notes, _NOT_MODELLED)),
         ]
@@ -133,12 +133,3 @@ _VARIANT_HEAD = ("change", "peak", "against", "with margin", "fits", "set by", "
 def _phase_row(phase: Any) -> tuple[str, ...]:
     parts = [phase.parts.get(name, 0) for name in CATEGORIES]
     return (phase.name, *(f"{value / _GIB:.2f}" for value in parts), f"{phase.peak / _GIB:.2f}")
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    cells = [tuple(head), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
-    ]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

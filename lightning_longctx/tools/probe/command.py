@@ -14,6 +14,7 @@ from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.datamodules.choosing import POLICIES, resolve_policy
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.configuration import ReadConfiguration, RunConfiguration, layout_of
+from lightning_longctx.tools.output import make_folders
 from lightning_longctx.tools.probe.measures import PolicyFigures, histogram, policy_figures
 from lightning_longctx.tools.probe.options import ProbeOptions, read_options
 from lightning_longctx.tools.probe.plot import check_plot, save_plot
@@ -23,7 +24,7 @@ from lightning_longctx.tools.probe.show import decoder_of, describe_row
 from lightning_longctx.tools.probe.streams import MeasuredRows, Stream, read_streams
 from lightning_longctx.topology import Topology
 
-__all__ = ["main", "probe"]
+__all__ = ["complete_tokenizer", "main", "probe"]
 
 Tell: TypeAlias = Callable[[str], object]
 
@@ -50,8 +51,9 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     options = replace(options, dp=options.dp or layout.dp_size or 1, plot=plot)
     data = _data_module(configuration)
     data.check(layout.sp_size)
-    _complete_tokenizer(data, configuration)
-    _make_folders(options)
+    complete_tokenizer(data, configuration)
+    files = {"--plot": options.plot, "--json": options.json}
+    make_folders({"--out": options.folder, **{flag: file and file.parent for flag, file in files.items()}})
     report, shown = probe(data, options, layout.sp_size, tell=partial(print, file=sys.stderr))
     print(report.to_text())
     for line in shown:
@@ -181,24 +183,10 @@ def _data_module(configuration: RunConfiguration) -> DynamicBatchingDataModule:
     return data
 
 
-def _complete_tokenizer(data: DynamicBatchingDataModule, configuration: RunConfiguration) -> None:
+def complete_tokenizer(data: DynamicBatchingDataModule, configuration: RunConfiguration) -> None:
     """Get the model's tokenizer where the configuration says `from_model`; the model itself gets no weights."""
     if _configured(data, Topology()).settings.reader.tokenize is None:
         data.use_tokenizer_of(configuration.build("model"))
-
-
-def _make_folders(options: ProbeOptions) -> None:
-    """Before the long reading, so that it is not in vain."""
-    for flag, folder in (
-        ("--out", options.folder),
-        ("--plot", options.plot and options.plot.parent),
-        ("--json", options.json and options.json.parent),
-    ):
-        try:
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(flag, "must be in a folder that can be made", str(error), "Change it.") from None
 
 
 def _save(report: ProbeReport, options: ProbeOptions) -> None:

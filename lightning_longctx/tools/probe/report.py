@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from lightning_longctx.tools.output import markdown_table
 from lightning_longctx.tools.probe.measures import Bucket, FirstRow, PolicyFigures, RankFigures
 
 __all__ = ["ProbeReport"]
@@ -72,17 +73,17 @@ class ProbeReport:
             "",
             "## Policies",
             "",
-            *_table(_POLICY_HEAD, (_policy_row(policy, self.policies[0]) for policy in self.policies)),
+            *markdown_table(_POLICY_HEAD, (_policy_row(policy, self.policies[0]) for policy in self.policies)),
             "",
             *_LEGEND,
             "",
             "## Ranks (measured)",
             "",
-            *_table(_RANK_HEAD, map(_rank_row, self.policies[0].ranks)),
+            *markdown_table(_RANK_HEAD, map(_rank_row, self.policies[0].ranks)),
             "",
             "## Lengths of documents",
             "",
-            *_table(("tokens from", "documents", "% of documents", "% of tokens"), _bucket_rows(self.buckets)),
+            *markdown_table(("tokens from", "documents", "% of documents", "% of tokens"), _bucket_rows(self.buckets)),
             "",
             *self._remarks(),
         ]
@@ -185,17 +186,6 @@ def _bucket_rows(buckets: Sequence[Bucket]) -> Iterable[tuple[str, ...]]:
     for bucket in buckets:
         shares = (_percent(bucket.documents / documents), _percent(bucket.tokens / tokens))
         yield (f"{bucket.low:,}", f"{bucket.documents:,}", *shares)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table. A row with fewer cells ends in a sentence, which may be longer than its column."""
-    cells = [tuple(head), *map(tuple, rows)]
-    whole = [row for row in cells if len(row) == len(head)]
-    widths = [max(len(row[column]) for row in (whole if column else cells)) for column in range(len(head))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + " |" for row in cells
-    ]
-    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
 
 
 def _flat(policy: PolicyFigures) -> dict[str, Any]:

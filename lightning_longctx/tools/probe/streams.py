@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -17,7 +17,17 @@ from lightning_longctx.datamodules.rows import RowBuilder, RowSettings, RowState
 from lightning_longctx.strategies.rows import RowSharder
 from lightning_longctx.topology import Topology
 
-__all__ = ["Draw", "Entry", "MeasuredRows", "Row", "Stream", "WatchedRows", "advance_together", "read_streams"]
+__all__ = [
+    "Draw",
+    "Entry",
+    "FirstRows",
+    "MeasuredRows",
+    "Row",
+    "Stream",
+    "WatchedRows",
+    "advance_together",
+    "read_streams",
+]
 
 
 class Entry(NamedTuple):
@@ -259,8 +269,20 @@ def advance_together(ranks: Sequence[WatchedRows], micro_batches: int) -> None:
             rank.advance(index)
 
 
+class FirstRows(MeasuredRows):
+    """The same without worker processes, of one rank that does not wait for what others could give."""
+
+    def __init__(self, settings: RowSettings, policy: BufferPolicy, state: RowState) -> None:
+        super().__init__(replace(settings, num_workers=0, balance=False), policy, state)
+
+
 def read_streams(
-    data: DynamicBatchingDataModule, topologies: Sequence[Topology], seed: int | None, micro_batches: int, keep: int
+    data: DynamicBatchingDataModule,
+    topologies: Sequence[Topology],
+    seed: int | None,
+    micro_batches: int,
+    keep: int,
+    kind: type[MeasuredRows] = MeasuredRows,
 ) -> list[Stream]:
     """Make the rows of all data-parallel ranks as training would, and slice each as its reader rank does.
 
@@ -270,6 +292,7 @@ def read_streams(
         seed: of the order of documents; None for that of the configuration.
         micro_batches: rows to make; fewer if the documents end.
         keep: how many of the first rows of the first rank to keep.
+        kind: how rows are read.
 
     Raises:
         DataError: a bad record, as in training.
@@ -277,7 +300,7 @@ def read_streams(
     """
     ranks = []
     for topology in topologies:
-        rank = data.row_builder(topology, seed, MeasuredRows)
+        rank = data.row_builder(topology, seed, kind)
         assert isinstance(rank, MeasuredRows)
         rank.sharder = RowSharder(topology)
         ranks.append(rank)

@@ -1,0 +1,69 @@
+"""Checks that need no process group: sizes that cannot divide, and a checkpoint that is not there.
+
+``longctx fit`` makes them before it starts a process, and ``longctx check`` without starting any.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.strategies.checks import check_parts, layout_facts
+
+__all__ = ["check_checkpoint_path", "check_sizes"]
+
+# Words that Lightning takes for ckpt_path instead of a path.
+_CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+
+
+def check_checkpoint_path(path: object) -> None:
+    """Check that a checkpoint to start from is there.
+
+    Args:
+        path: ``ckpt_path``: a local path, a URL, one of Lightning's words such as ``last``, or None.
+
+    Raises:
+        ConfigurationError: a local path that does not exist.
+    """
+    if not isinstance(path, (str, Path)) or "://" in str(path) or str(path).partition(":")[0] in _CHECKPOINT_WORDS:
+        return
+    if not Path(path).exists():
+        words = ", ".join(_CHECKPOINT_WORDS[:2])
+        fix = f"Check the path, or give one of the words {words}."
+        raise ConfigurationError("ckpt_path", "must exist", repr(str(path)), fix)
+
+
+def check_sizes(strategy: Any, datamodule: Any, model: Any, devices: int, nodes: int) -> None:
+    """Check that processes, token budgets and heads can be divided as asked, while one process still speaks for all.
+
+    The strategy is asked for ``sequence_parallel_size`` and ``check_model(model)``, and data module and model for a
+    method ``check`` that takes ``sp_size`` and any of ``dp_size``, ``max_seq_len`` and ``vocab_size``. Parts without
+    them, such as other people's, are not checked here.
+
+    Args:
+        strategy: an object, or a registered name.
+        datamodule: the data module, or None.
+        model: the model.
+        devices: processes of a node.
+        nodes: number of nodes.
+
+    Raises:
+        ConfigurationError: a size that does not divide, with the arithmetic.
+    """
+    processes = devices * nodes
+    sp_size = int(getattr(strategy, "sequence_parallel_size", 1))
+    if sp_size < 1 or processes % sp_size:
+        got = f"{sp_size} for {devices} devices x {nodes} nodes = {processes} processes"
+        fix = f"Use one of {[size for size in range(1, processes + 1) if processes % size == 0]}, or other `devices`."
+        rule = "must divide the number of processes"
+        raise ConfigurationError("trainer.strategy.sequence_parallel_size", rule, got, fix)
+    facts = {
+        **layout_facts(strategy, processes),
+        "max_seq_len": getattr(datamodule, "max_seq_len", None),
+        "vocab_size": getattr(datamodule, "vocab_size", None),
+    }
+    check_parts((datamodule, model), facts)
+    check_model = getattr(strategy, "check_model", None)
+    if callable(check_model):
+        check_model(model)

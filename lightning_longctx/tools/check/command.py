@@ -1,0 +1,91 @@
+"""``longctx check``: one check after another, and a table."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning_longctx.errors import FieldError
+from lightning_longctx.tools.check.machine import (
+    check_devices,
+    check_disk,
+    check_memory,
+    check_port,
+    check_versions,
+)
+from lightning_longctx.tools.check.options import read_options
+from lightning_longctx.tools.check.report import Check, CheckReport, Skipped
+from lightning_longctx.tools.check.run import (
+    check_first_row,
+    check_model,
+    check_run_sizes,
+    check_sources,
+    check_start,
+)
+from lightning_longctx.tools.check.subject import Subject
+from lightning_longctx.tools.configuration import ReadConfiguration
+from lightning_longctx.tools.output import make_folders
+
+__all__ = ["CHECKS", "main", "run_checks"]
+
+#: In this order: what is cheap and explains more comes first.
+CHECKS: Mapping[str, Callable[[Subject], Check]] = {
+    "versions": check_versions,
+    "model": check_model,
+    "sizes": check_run_sizes,
+    "sources": check_sources,
+    "first row": check_first_row,
+    "start": check_start,
+    "devices": check_devices,
+    "memory": check_memory,
+    "disk": check_disk,
+    "port": check_port,
+}
+
+
+def main(words: Sequence[str], read: ReadConfiguration) -> int:
+    """Run the command.
+
+    Args:
+        words: what follows ``longctx check``.
+        read: reads the words that belong to the configuration.
+
+    Returns:
+        0, or 1 if something stands in the way of the run.
+
+    Raises:
+        ConfigurationError: an option or a configuration that cannot be read.
+    """
+    options, rest = read_options(words)
+    make_folders({"--json": options.json and options.json.parent})
+    report = run_checks(Subject(read(rest), options))
+    print(report.to_text())
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.to_plain(), indent=1) + "\n", encoding="utf-8")
+    return 1 if report.findings else 0
+
+
+def run_checks(subject: Subject) -> CheckReport:
+    """Make all checks; one that finds something does not keep the others from being made."""
+    trainer = subject.trainer
+    model, data = (_class_of(subject.settings.get(section)) for section in ("model", "data"))
+    text = f"{model}, {data}, {_class_of(trainer.get('strategy'))} on {trainer.get('devices') or 'auto'} device(s)"
+    text += f" x {subject.nodes} node(s)"
+    return CheckReport([Check("configuration", "fine", text), *(_made(name, subject) for name in CHECKS)])
+
+
+def _made(name: str, subject: Subject) -> Check:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of parts that are not going to run
+            return CHECKS[name](subject)
+    except Skipped as reason:
+        return Check(name, "skipped", str(reason))
+    except FieldError as error:
+        return Check(name, "finding", " ".join(str(error).split()))
+
+
+def _class_of(value: object) -> str:
+    path = value.get("class_path") if isinstance(value, Mapping) else value
+    return str(path or "none").rpartition(".")[2]

@@ -1,0 +1,49 @@
+"""What the two progress bars show of a run."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+
+from lightning_longctx import DynamicBatchingDataModule
+from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics
+from tests.callbacks.toy import ToyLM, make_trainer
+
+pytest.importorskip("rich", reason="Lightning's other bar needs it")
+
+SHOWN = ("train/loss", "train/tokens_per_s", "data/source_fill", "data/wait_s_p50")
+
+
+class _Terminal(io.StringIO):
+    """A wide one, so that nothing is broken into lines."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def watch(bar: ProgressBar, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
+    """Fit with a bar; return what a terminal got, and the numbers behind it."""
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TERM", "xterm")
+    data = DynamicBatchingDataModule({"a": [{"input_ids": [1, 2, 3, 4, 5]}] * 40}, max_seq_len=16)
+    trainer = make_trainer([ExactTokenMean(), TrainingMetrics(), bar], max_steps=4, enable_progress_bar=True)
+    trainer.fit(ToyLM(), datamodule=data)
+    return terminal.getvalue(), trainer.progress_bar_metrics
+
+
+@pytest.mark.parametrize("kind", [RichProgressBar, TQDMProgressBar])
+def test_a_bar_shows_loss_speed_fill_and_wait(kind: type[ProgressBar], monkeypatch: pytest.MonkeyPatch) -> None:
+    text, numbers = watch(kind(), monkeypatch)
+    assert set(SHOWN) <= numbers.keys()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    for key in SHOWN:
+        shown = [float(value) for value in re.findall(rf"{key}(?:=|: )\s*([\d.e+-]+)", plain)]
+        assert shown, f"{key} is not on the screen"
+        assert shown[-1] == pytest.approx(numbers[key], rel=0.01, abs=0.001)

@@ -1,0 +1,303 @@
+"""The whole command: what each check finds and says, that one finding hides no other, and that nothing is started."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing.process
+import os
+import shutil
+import socket
+import subprocess
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_longctx.checkpoint.discovery import scan
+from lightning_longctx.cli import main
+from lightning_longctx.tools.check import machine, run, subject
+from lightning_longctx.tools.check.command import CHECKS
+from lightning_longctx.tools.plan.command import plan
+from lightning_longctx.tools.plan.options import PlanOptions
+from lightning_longctx.tools.plan.reading import read_run
+from tests.tools.plan.helpers import TINY
+
+GIB = 2**30
+CONFIG: dict[str, Any] = {
+    "ckpt_path": "last",
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_steps": 2,
+        "enable_progress_bar": False,
+        "strategy": {"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 2}},
+        "callbacks": ["AsyncDCPCheckpoint"],
+    },
+    "model": {"config": {**TINY, "num_hidden_layers": 2}},
+    "data": {"max_seq_len": 64, "loading": {"shuffle": False, "num_workers": 2}, "sources": {"a": "texts/*.txt"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def _texts() -> None:
+    Path("texts").mkdir()
+    for number in range(4):
+        Path(f"texts/{number}.txt").write_text(f"document {number}: {'words ' * number}")
+
+
+def changed(**sections: dict[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(CONFIG)
+    for name, changes in sections.items():
+        config[name].update(changes)
+    return config
+
+
+def check(config: dict[str, Any], *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Run; return the exit code and the checks by name."""
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    code = main(["check", "--config", "run.yaml", "--json", "found/check.json", *words])
+    found = json.loads(Path("found/check.json").read_text())
+    checks = {one["name"]: one for one in found["checks"]}
+    assert list(checks) == ["configuration", *CHECKS]
+    assert found["findings"] == sum(one["verdict"] == "finding" for one in checks.values())
+    assert code == (1 if found["findings"] else 0)
+    return code, checks
+
+
+def findings(checks: dict[str, dict[str, Any]]) -> list[str]:
+    return [name for name, one in checks.items() if one["verdict"] == "finding"]
+
+
+@pytest.fixture
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+
+
+@pytest.mark.usefixtures("_nothing_starts")
+def test_a_run_that_nothing_stands_in_the_way_of(capsys: pytest.CaptureFixture[str]) -> None:
+    code, checks = check(CONFIG)
+    assert (code, findings(checks)) == (0, [])
+    assert [name for name, one in checks.items() if one["verdict"] == "skipped"] == ["memory"]
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in table[:-2]] == ["check", *checks]
+    assert table[-1] == "Nothing stands in the way; 1 of 11 checks skipped."
+    assert checks["sizes"]["data_parallel"] == 1
+    assert "8 heads" in checks["sizes"]["text"]
+    assert checks["sources"]["sources"] == {"a": 4}
+    assert checks["start"]["text"] == "a fresh start: no checkpoint in checkpoints"
+
+
+def test_the_first_row_is_that_of_the_first_rank() -> None:
+    _, checks = check(CONFIG)
+    row = checks["first row"]
+    # bytes and an end: 13 + 1, 19 + 1 and 25 + 1 tokens; the fourth would not fit the 64
+    assert [document["tokens"] for document in row["documents"]] == [13, 19, 31]
+    assert row["documents"][1] == {"source": "a", "number": 1, "tokens": 19}
+    assert row["fill"] == 63 / 64
+    assert f"{row['read']} document(s) read" in row["text"]
+
+
+def test_one_finding_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = changed(model={"config": {**TINY, **shape}})
+    config |= {"ckpt_path": "no/such/checkpoint"}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
+    code, checks = check(config)
+    assert (code, findings(checks)) == (1, ["sizes", "start", "disk"])
+    assert "must divide the number of query heads" in checks["sizes"]["text"]
+    assert "`ckpt_path` must exist" in checks["start"]["text"]
+    assert checks["first row"]["verdict"] == "fine"
+
+
+def test_data_that_is_not_there_is_told_once() -> None:
+    _, checks = check(changed(data={"sources": {"a": "no/such/*.txt"}}))
+    assert findings(checks) == ["sizes"], "the first check that asks for the data tells"
+    assert "`data.sources.a`" in checks["sizes"]["text"]
+    for name in ("sources", "first row"):
+        assert (checks[name]["verdict"], checks[name]["text"]) == ("skipped", "`data` cannot be built: see above")
+    assert checks["model"]["verdict"] == "fine"
+
+
+def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    access = SimpleNamespace(access=lambda path, mode: not path.endswith("2.txt"), R_OK=os.R_OK)
+    monkeypatch.setattr(run, "os", access)  # permissions do not stop an administrator
+    _, checks = check(CONFIG)
+    assert findings(checks) == ["sources"]
+    assert "texts/2.txt (1 of 4 files)" in checks["sources"]["text"]
+
+
+def test_documents_that_make_no_row() -> None:
+    packing = {"dynamic": False, "documents_per_batch": 9}
+    config = changed(data={"packing": packing, "loading": {"drop_last": True}})
+    _, checks = check(config)
+    assert findings(checks) == ["first row"]
+    assert "must give the first rank a row, but got 4 document(s)" in checks["first row"]["text"]
+
+
+def test_token_ids_that_the_model_lacks() -> None:
+    ids = [{"input_ids": [1, 2, 300]}] * 30
+    _, checks = check(changed(data={"sources": {"a": {"records": ids, "format": "tokens"}}}))
+    assert findings(checks) == ["first row"]
+    assert "token id 300" in checks["first row"]["text"]
+
+
+@pytest.mark.slow
+def test_memory_is_what_plan_says() -> None:
+    config = changed(trainer={"accelerator": "gpu", "precision": "bf16-true"}, data={"max_seq_len": "64K"})
+    code, checks = check(config, "--device-gb", "80")
+    assert (code, checks["memory"]["verdict"]) == (0, "fine")
+    assert checks["devices"]["verdict"] == "skipped"
+    from lightning_longctx.cli.tools import Configuration
+
+    options = PlanOptions(80.0, brief=True)
+    report, _ = plan(read_run(Configuration(["--config", "run.yaml"]), options), options)
+    planned = report.to_plain()["variants"][0]
+    assert checks["memory"]["needed_gib"] * GIB == pytest.approx(planned["with_margin_bytes"], rel=1e-3)
+    code, checks = check(config, "--device-gb", "2.01")
+    assert (code, findings(checks)) == (1, ["memory"])
+    assert "`longctx plan --device-gb 2.01`" in checks["memory"]["text"]
+
+
+def test_memory_of_another_strategy_is_not_known() -> None:
+    _, checks = check(changed(trainer={"strategy": "ddp"}), "--device-gb", "80")
+    assert checks["memory"]["verdict"] == "skipped"
+    assert "must be LongContextFSDPStrategy" in checks["memory"]["text"]
+
+
+def test_disk_is_what_a_checkpoint_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = changed(trainer={"devices": 1, "strategy": "LongContextFSDPStrategy", "logger": False})
+    _, checks = check(config)
+    expected = checks["disk"]["checkpoint_bytes"]
+    assert main(["fit", "--config", "run.yaml"]) == 0
+    monkeypatch.delenv("MASTER_PORT")  # that run set it
+    (saved,) = scan("checkpoints")
+    assert saved.commit is not None
+    assert 0 < saved.commit.size - expected < 0.2 * expected, "tensors, and a little about them"
+    # the newest two, and the one being written
+    assert checks["disk"]["needed_bytes"] == 3 * expected
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(3 * expected - 1))
+    _, checks = check(config)
+    assert findings(checks) == ["disk"]
+    assert checks["start"]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "whole", "parts"),
+    [
+        ({}, 3, 0),
+        ({"keep_last": 5}, 6, 0),
+        ({"monitor": "val/loss"}, 4, 0),
+        ({"monitor": "val/loss", "options": {"save_top_k": 3}}, 6, 0),
+        ({"optimizer_every_n_saves": 4}, 3, 2),
+    ],
+)
+def test_how_many_checkpoints_there_are_at_most(settings: dict[str, Any], whole: int, parts: int) -> None:
+    callback = {"class_path": "AsyncDCPCheckpoint", "init_args": {"dirpath": "x", **settings}}
+    _, checks = check(changed(trainer={"callbacks": [callback]}))
+    one, needed = checks["disk"]["checkpoint_bytes"], checks["disk"]["needed_bytes"]
+    weights = (needed - whole * one) / max(parts, 1)
+    assert weights == (0 if not parts else pytest.approx(one / 3, rel=1e-3)), "AdamW keeps two more of each"
+
+
+def test_without_the_callback_no_disk_is_needed() -> None:
+    _, checks = check(changed(trainer={"callbacks": None}))
+    assert (checks["disk"]["verdict"], checks["start"]["verdict"]) == ("skipped", "fine")
+
+
+@pytest.mark.slow
+def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject.Subject, "accelerators", property(lambda self: 1))
+    monkeypatch.setattr(machine, "_device_gib", lambda _: 80.0)
+    _, checks = check(changed(trainer={"accelerator": "gpu"}))
+    assert findings(checks) == ["devices"]
+    assert "asks for 2 accelerator(s), but got 1 on this machine" in checks["devices"]["text"]
+    assert checks["memory"]["verdict"] == "fine"
+    strategy = {"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 1}}
+    code, checks = check(changed(trainer={"accelerator": "gpu", "devices": "auto", "strategy": strategy}))
+    assert (code, checks["devices"]["text"]) == (0, "1 of 1 accelerator(s)")
+
+
+@pytest.mark.slow
+def test_devices_that_only_the_other_machine_knows() -> None:
+    _, checks = check(changed(trainer={"accelerator": "gpu", "devices": "auto"}), "--device-gb", "80")
+    assert checks["sizes"]["verdict"] == "skipped"
+    code, checks = check(changed(trainer={"accelerator": "gpu", "devices": "auto"}), "--device-gb=80", "--devices=8")
+    assert (code, checks["sizes"]["data_parallel"]) == (0, 4)
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        _, checks = check(CONFIG)
+        assert findings(checks) == ["port"]
+        monkeypatch.setenv("MASTER_ADDR", "node7")
+        _, checks = check(CONFIG)
+        assert checks["port"]["verdict"] == "skipped"
+
+
+def test_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "2.0.1" if name == "torch" else real(name))
+    _, checks = check(CONFIG)
+    assert findings(checks) == ["versions"]
+    assert "`torch` must be >=2.11, but got 2.0.1." in checks["versions"]["text"]
+
+
+def test_parts_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    config = changed(trainer={"strategy": "auto", "devices": 1, "callbacks": None})
+    config |= {"model": {"class_path": "tests.cli.toys.ToyModel"}, "data": {"class_path": "tests.cli.toys.ToyData"}}
+    code, checks = check(config)
+    assert (code, findings(checks)) == (0, [])
+    for name in ("sources", "first row"):
+        assert checks[name]["verdict"] == "skipped"
+        assert "ToyData is not known here" in checks[name]["text"]
+
+
+def test_a_model_that_needs_values(tmp_path: Path) -> None:
+    config = changed(trainer={"strategy": "auto", "devices": 1})
+    config["model"] = {"class_path": f"{__name__}.Peeking"}
+    code, checks = check(config)
+    assert code == 0
+    assert "cannot be built by its shapes" in checks["model"]["text"]
+    assert checks["disk"]["text"] == "`model` cannot be built: see above"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Peeking":  # made when asked for: other tests look for subclasses of LightningModule
+        return _peeking()
+    raise AttributeError(name)
+
+
+def _peeking() -> type:
+    from lightning.pytorch import LightningModule
+
+    class Peeking(LightningModule):
+        """Reads a value in its constructor."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = int(torch.ones(3).sum().item())
+
+    return Peeking
+
+
+def test_what_cannot_be_read_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(yaml.safe_dump(changed(data={"max_seqlen": 5})))
+    assert main(["check", "--config", "run.yaml"]) == 2
+    assert "Did you mean `data.max_seq_len`?" in capsys.readouterr().err
+    assert main(["check", "--config", "missing.yaml"]) == 2
+    assert main(["check", "--config", "run.yaml", "--device-gp", "80"]) == 2
+    assert "Did you mean --device-gb?" in capsys.readouterr().err
