@@ -48,12 +48,12 @@ def read_wandb(path: Path) -> tuple[Logged, dict[str, list[int]]]:
     pictures: defaultdict[str, list[int]] = defaultdict(list)
     for data in _wandb_records(path.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(data)
-        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        step = items.pop("trainer/global_step", None)
-        for key, value in items.items():
-            if isinstance(value, dict):
+        items = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in record.history.item}
+        step = items.pop(("trainer/global_step",), None)
+        for (key, *inner), value in items.items():
+            if inner == ["_type"] and value == "images/separated":  # a picture is told by several entries
                 pictures[key].append(step)
-            elif key not in _OWN and not key.startswith("_"):
+            elif not inner and key not in _OWN and not key.startswith("_"):
                 found[step][key] = value
     return dict(found), dict(pictures)
 

@@ -23,6 +23,9 @@ LOGGERS = {
     "WandbLogger": {"save_dir": ".", "project": "test", "offline": True},
     "MLFlowLogger": {"tracking_uri": "file:./mlruns"},
 }
+#: One run for all tests; its process imports every logger's package.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 PACKAGES = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "MLFlowLogger": "mlflow"}
 STEPS = 4
 
@@ -56,7 +59,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
     environment |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=170
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -75,7 +78,6 @@ def assert_same(found: Logged, expected: Logged) -> None:
         assert found[step] == pytest.approx(values, rel=1e-6), step  # TensorBoard keeps float32
 
 
-@pytest.mark.slow
 def test_csv_has_what_every_callback_logs(run_folder: Path, expected: Logged) -> None:
     for step in range(STEPS):
         assert {"train/loss", "train/grad_norm", "train/tokens_per_s", "data/source_fill", "data/wait_s_p99"} <= set(
@@ -92,7 +94,6 @@ def test_csv_has_what_every_callback_logs(run_folder: Path, expected: Logged) ->
     assert pictures == {*windows, "moe_router/heatmap_over_time.png", "channel_loss.png"}
 
 
-@pytest.mark.slow
 def test_tensorboard_has_the_same(run_folder: Path, expected: Logged) -> None:
     if not is_there("TensorBoardLogger"):
         pytest.skip("no tensorboard here")
@@ -101,7 +102,6 @@ def test_tensorboard_has_the_same(run_folder: Path, expected: Logged) -> None:
     assert pictures == {"moe/expert_load": [1, 3], "moe/expert_load_over_time": [3]}
 
 
-@pytest.mark.slow
 def test_wandb_offline_has_the_same(run_folder: Path, expected: Logged) -> None:
     if not is_there("WandbLogger"):
         pytest.skip("no wandb here")
@@ -114,7 +114,6 @@ def test_wandb_offline_has_the_same(run_folder: Path, expected: Logged) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
 
 
-@pytest.mark.slow
 def test_mlflow_has_the_same(run_folder: Path, expected: Logged, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_there("MLFlowLogger"):
         pytest.skip("no mlflow here")

@@ -186,11 +186,11 @@ def _draw(line: Line, curve: Curve, across: _Axis, up: _Axis, most: int = _DOTTE
         parts.append(tag("path", d=f"{outline}Z", class_=f"band {kind}"))
     dots = "".join(f"M{px:.1f},{py:.1f}h0" for px, py in zip(x, y, strict=True)) if line.dots or len(x) <= most else ""
     name = line.name or None
+    dashed = " dashed" if line.dashed else ""
     if not line.dots:
-        dashed = " dashed" if line.dashed else ""
         parts.append(tag("path", d=_path(x, y), class_=f"line {kind}{dashed}", data_name=name))
     if dots:
-        parts.append(tag("path", d=dots, class_=f"dots {kind}", data_name=name if line.dots else None))
+        parts.append(tag("path", d=dots, class_=f"dots {kind}{dashed}", data_name=name if line.dots else None))
     bad = line.series.bad_steps[:_MARKS].astype(np.float64)
     marks = "".join(f"M{px:.1f},{_UNIT:.0f}v-60" for px in _UNIT * across.place(bad))
     parts.append(tag("path", d=marks, class_="bad") if marks else None)
