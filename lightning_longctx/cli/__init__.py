@@ -162,6 +162,7 @@ def _help() -> str:
             "  longctx probe --config run.yaml --dp 8         how the documents pack, on 8 ranks",
             "  longctx doctor --config run.yaml               the model in every layout, against a plain reference",
             "  longctx plan --config run.yaml --device-gb 80  whether it fits a device, and what to switch on",
+            "  longctx report runs/version_0                  one HTML page of a run",
             "  longctx --version",
         ]
     )

@@ -30,6 +30,7 @@ from lightning_longctx.cli.notes import ClosingNotes
 from lightning_longctx.cli.schema import Place, class_names, spell_flag
 from lightning_longctx.errors import ConfigurationError, FieldError
 from lightning_longctx.tools.before_start import check_checkpoint_path, check_sizes
+from lightning_longctx.tools.versions import installed_versions
 
 __all__ = ["LongContextCLI", "Trainer"]
 
@@ -118,8 +119,9 @@ class LongContextCLI(LightningCLI):
         super().__init__(args=words, run=run, **{**defaults, **settings})
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Make a parser that raises where argparse would print its usage and exit."""
-        return super().init_parser(**{"exit_on_error": False, **kwargs})
+        """Make a parser that raises where argparse would print its usage; it saves versions with a configuration."""
+        header = [f"{name}=={version}" for name, version in installed_versions().items()]
+        return super().init_parser(**{"exit_on_error": False, "dump_header": header, **kwargs})
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the subcommand that runs alone, where stock builds the parsers of all four at each start."""

@@ -31,6 +31,7 @@ TOOLS = {
     ),
     "probe": ("show how the documents pack: no model, no accelerator", "lightning_longctx.tools.probe.command"),
     "doctor": ("prove that a model trains alike in every layout", "lightning_longctx.tools.doctor.command"),
+    "report": ("make one HTML page of a run, or of several", "lightning_longctx.tools.report.command"),
 }
 
 

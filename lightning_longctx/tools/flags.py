@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -19,10 +19,11 @@ class FlagParser(argparse.ArgumentParser):
         tool: its name on the command line.
         description: one sentence.
         required: what the usage line shows after ``--config FILE``.
+        usage: the whole line after the tool's name, for a tool without a configuration.
     """
 
-    def __init__(self, tool: str, description: str, required: str = "") -> None:
-        usage = f"longctx {tool} --config FILE {required}[--SECTION.KEY VALUE ...] [options]"
+    def __init__(self, tool: str, description: str, required: str = "", usage: str = "") -> None:
+        usage = f"longctx {tool} {usage or f'--config FILE {required}[--SECTION.KEY VALUE ...] [options]'}"
         super().__init__(prog=f"longctx {tool}", usage=usage, description=description, allow_abbrev=False)
 
     def add(self, name: str, **settings: Any) -> None:
@@ -43,14 +44,30 @@ class FlagParser(argparse.ArgumentParser):
             ConfigurationError: a value that cannot be, or a misspelt flag.
         """
         found, rest = self.parse_known_args(list(words))
-        known = [f"--{name.replace('_', '-')}" for name in vars(found)]
         for word in rest:
-            flag = word.partition("=")[0]
-            near = get_close_matches(flag, known, n=1, cutoff=0.75) if flag.startswith("--") and "." not in flag else []
+            near = self._nearest(word, vars(found))
             if near:
-                fix = f"Did you mean {near[0]}?"
-                raise ConfigurationError(flag, f"must be a flag of {self.prog}", "an unknown one", fix)
+                raise self._unknown(word, near)
         return vars(found), rest
+
+    def read_all(self, words: Sequence[str]) -> dict[str, Any]:
+        """Read words that are all the tool's own, by name; paths may stand between flags.
+
+        Raises:
+            ConfigurationError: a value that cannot be, or an unknown flag.
+        """
+        found, rest = self.parse_known_intermixed_args(list(words))
+        if rest:
+            raise self._unknown(rest[0], self._nearest(rest[0], vars(found)))
+        return vars(found)
+
+    def _nearest(self, word: str, names: Iterable[str]) -> list[str]:
+        known, flag = [f"--{name.replace('_', '-')}" for name in names], word.partition("=")[0]
+        return get_close_matches(flag, known, n=1, cutoff=0.75) if flag.startswith("--") and "." not in flag else []
+
+    def _unknown(self, word: str, near: list[str]) -> ConfigurationError:
+        fix = f"Did you mean {near[0]}?" if near else f"See `{self.prog} -h`."
+        return ConfigurationError(word.partition("=")[0], f"must be a flag of {self.prog}", "an unknown one", fix)
 
 
 def integer(least: int) -> Callable[[str], int]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_longctx.callbacks import ChannelLoss, ExactTokenMean, TrainingMetrics
 from tests.callbacks.channels import BATCHES, NAMES, expected_metrics, loader
+from tests.callbacks.logged import read_csv, read_tensorboard, read_wandb
 from tests.callbacks.toy import ToyLM, run_fit
 from tests.contracts.source import ROOT
 
@@ -34,29 +31,24 @@ def expected() -> dict[int, dict[str, float]]:
     return {1: expected_metrics([BATCHES[1]]), 3: expected_metrics([BATCHES[3]]), 4: validation}
 
 
+def channels(logged: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """The values of sources alone."""
+    kept = {step: {key: value for key, value in row.items() if "channel" in key} for step, row in logged.items()}
+    return {step: row for step, row in kept.items() if row}
+
+
 def test_csv(tmp_path: Path) -> None:
     train(CSVLogger(tmp_path, name="run"))
-    with (tmp_path / "run" / "version_0" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    found: dict[int, dict[str, float]] = {}
-    for line in rows:
-        values = {key: float(value) for key, value in line.items() if "channel" in key and value}
-        if values:
-            found.setdefault(int(line["step"]), {}).update(values)
-    assert found == {step: pytest.approx(values, rel=1e-6) for step, values in expected().items()}
-    assert len([line for line in rows if line["train/loss"]]) == len(BATCHES)
+    found = read_csv(tmp_path / "run" / "version_0" / "metrics.csv")
+    assert channels(found) == {step: pytest.approx(values, rel=1e-6) for step, values in expected().items()}
+    assert len([values for values in found.values() if "train/loss" in values]) == len(BATCHES)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("tensorboard")
     train(TensorBoardLogger(tmp_path, name="run"))
-    events = event_accumulator.EventAccumulator(str(tmp_path / "run" / "version_0"))
-    events.Reload()
-    found: dict[int, dict[str, float]] = {}
-    for tag in events.Tags()["scalars"]:
-        for event in events.Scalars(tag) if "channel" in tag else ():
-            found.setdefault(event.step, {})[tag] = event.value
-    assert found == {step: pytest.approx(values, rel=1e-6) for step, values in expected().items()}
+    found, _ = read_tensorboard(tmp_path / "run" / "version_0")
+    assert channels(found) == {step: pytest.approx(values, rel=1e-6) for step, values in expected().items()}
     assert (tmp_path / "run" / "version_0" / "channel_loss.png").exists()
 
 
@@ -88,39 +80,6 @@ def test_wandb_offline(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=150
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = read_wandb(next(tmp_path.rglob("*.wandb")))
-    assert found == {step: pytest.approx(values, rel=1e-6) for step, values in expected().items()}
+    found, _ = read_wandb(next(tmp_path.rglob("*.wandb")))
+    assert channels(found) == {step: pytest.approx(values, rel=1e-6) for step, values in expected().items()}
     assert list(tmp_path.rglob("channel_loss.png"))
-
-
-def read_wandb(path: Path) -> dict[int, dict[str, float]]:
-    """The channel values of an offline run, by Lightning's step."""
-    from wandb.proto import wandb_internal_pb2
-
-    found: dict[int, dict[str, float]] = {}
-    for data in wandb_records(path.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(data)
-        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        values = {key: value for key, value in items.items() if "channel" in key}
-        if values:
-            found.setdefault(items["trainer/global_step"], {}).update(values)
-    return found
-
-
-def wandb_records(data: bytes) -> Iterator[bytes]:
-    """The records of a run's file, a log as of LevelDB: blocks of 32 KiB, pieces of (checksum, length, kind, bytes).
-
-    Recent releases of W&B have no Python code that reads it.
-    """
-    assert data[:4] == b":W&B"
-    place, record = 7, b""
-    while place + 7 <= len(data):
-        if 2**15 - place % 2**15 < 7:  # no header fits into the rest of a block
-            place += 2**15 - place % 2**15
-            continue
-        length, kind = struct.unpack_from("<HB", data, place + 4)
-        record += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a whole record, or the last piece of one
-            yield record
-            record = b""

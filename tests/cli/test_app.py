@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import platform
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +249,11 @@ def test_a_run_leaves_metrics_and_its_configuration(capsys: pytest.CaptureFixtur
     lines = Path("runs/version_0/metrics.csv").read_text().splitlines()
     assert "train/loss" in lines[0]
     assert len(lines) == 3
-    saved = yaml.safe_load(Path("runs/version_0/config.yaml").read_text())
+    text = Path("runs/version_0/config.yaml").read_text()
+    for name in ("torch", "lightning"):
+        assert f"# {name}=={version(name)}\n" in text
+    assert f"# python=={platform.python_version()}\n" in text
+    saved = yaml.safe_load(text)
     assert saved["model"]["init_args"]["optimizer"]["lr"] == 0.5
     assert saved["trainer"]["max_steps"] == 2
 
