@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from lightning_longctx.datamodules.numbered import numbered_source
 from lightning_longctx.datamodules.source_settings import SourceSettings, is_sequence
 from lightning_longctx.datamodules.sources import RecordStream, SequenceSource, Source, StreamingSource, skip
 from lightning_longctx.errors import ConfigurationError, DataError
@@ -46,7 +48,7 @@ class IterableSource(StreamingSource):
             DataError: the source is an iterator that was already started, so a second pass would silently be empty.
         """
         # Their state lies in the dataset, not in the iterator: two passes at a time (validation) would share it.
-        records = deepcopy(self._records) if _is_hugging_face(self._records) else self._records
+        records = _own_copy(self._records) if _is_hugging_face(self._records) else self._records
         owner = _state_owner(records)
         _go_to(owner, state)
         iterator = iter(records)
@@ -84,6 +86,8 @@ def records_source(name: str, settings: SourceSettings, field: str = "") -> Sour
     if isinstance(records, (Mapping, str, bytes)) or not (is_sequence(records) or hasattr(records, "__iter__")):
         fix = "Give a list or iterable of dicts, or one split of a dataset."
         raise ConfigurationError(field, "must have a sequence or iterable as `records`", type(records).__name__, fix)
+    if (numbered := numbered_source(name, settings, field)) is not None:
+        return numbered
     # A torch IterableDataset inherits __getitem__ and may have a length, yet cannot be read by number.
     if not is_sequence(records) or isinstance(records, IterableDataset):
         return IterableSource(name, settings, field)
@@ -100,8 +104,17 @@ def records_source(name: str, settings: SourceSettings, field: str = "") -> Sour
 
 def _state_owner(value: Any) -> Any:
     """``value`` if it can tell where it is and go there, else None."""
-    able = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    able = hasattr(value, "load_state_dict") and _called_without_arguments(getattr(value, "state_dict", None))
     return value if able and not _shuffles_in_a_buffer(getattr(value, "_ex_iterable", None)) else None
+
+
+def _called_without_arguments(method: Any) -> bool:
+    """Whether a ``state_dict`` tells the place by itself; some libraries want to be told how much was read."""
+    try:
+        inspect.signature(method).bind()
+    except TypeError:  # not callable, or it needs arguments
+        return False
+    return True
 
 
 def _go_to(owner: Any, state: Any) -> None:
@@ -111,6 +124,14 @@ def _go_to(owner: Any, state: Any) -> None:
 
 def _is_hugging_face(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "datasets"
+
+
+def _own_copy(dataset: Any) -> Any:
+    """A streaming dataset of Hugging Face with a state of its own."""
+    # Each refers to the hub's open file systems, which belong to the whole process: copying them would open new ones,
+    # and fails where that happens in another thread than the one that made the dataset.
+    shared = vars(dataset).get("_IterableDataset__hffs_cache")
+    return deepcopy(dataset, {} if shared is None else {id(shared): shared})
 
 
 def _shuffles_in_a_buffer(node: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from types import ModuleType
 from typing import Any
@@ -14,16 +13,11 @@ from lightning_longctx.callbacks import ChannelLoss, ExactTokenMean
 from lightning_longctx.datamodules import DynamicBatchingDataModule
 from tests.callbacks.channels import BATCHES, NAMES, loader, per_source
 from tests.callbacks.toy import ToyLM, make_trainer
-from tests.contracts.source import ROOT
+from tests.examples.scripts import load_example
 
 
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reweight_by_loss", ROOT / "examples" / "reweight_by_loss.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("reweight_by_loss")
 
 
 def test_one_step_of_the_mix() -> None:

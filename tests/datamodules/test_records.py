@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,13 @@ def test_one_that_holds_records_back_has_no_state() -> None:
     assert _stream(shuffled).open(3).state() is None
     assert _stream(shuffled.map(_upper)).open(3).state() is None
     assert _stream(_streaming()).open(3).state() is not None
+
+
+def test_a_stream_can_be_opened_in_another_thread() -> None:
+    """Rows are made in a thread: there the hub opens file systems anew, while the dataset refers to all open ones."""
+    source = _stream(datasets.Dataset.from_list(ITEMS).to_iterable_dataset(num_shards=3))
+    with ThreadPoolExecutor(1) as pool:
+        assert len(list(pool.submit(source.open).result())) == len(ITEMS)
 
 
 def test_two_passes_at_a_time_do_not_disturb_each_other() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ import torch
 
 from lightning_longctx.batch import PackedSequence
 from tests.contracts.source import ROOT
+from tests.examples.scripts import load_example
 
 
 def run_example(devices: int, folder: Path) -> float:
@@ -38,11 +38,7 @@ def test_the_own_model_trains_alike_on_one_and_two_processes(tmp_path: Path) -> 
 
 def test_the_own_model_equals_itself_with_the_attention_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one document the line that was replaced gives the same."""
-    spec = importlib.util.spec_from_file_location("own_model", ROOT / "examples" / "own_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("own_model")
     model, ids = example.OwnModel(), torch.arange(1, 12)[None]
     batch = {
         "input_ids": ids,
