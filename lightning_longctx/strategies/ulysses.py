@@ -226,7 +226,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        gradient = grads[0].contiguous()
-        output = torch.empty_like(gradient)
-        dist.all_to_all_single(output, gradient, group=ctx.group)
+        with torch.profiler.record_function("longctx::exchange"):
+            gradient = grads[0].contiguous()
+            output = torch.empty_like(gradient)
+            dist.all_to_all_single(output, gradient, group=ctx.group)
         return output, None

@@ -231,14 +231,17 @@ def train_in(precision):
 
 def profiled():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        train(2, {"sequence_parallel_size": 2}, max_steps=1)
+        offload = {"mode": "sync", "level": "all", "min_tensor_mib": 1e-6}
+        train(2, {"sequence_parallel_size": 2, "activation_offload": offload}, max_steps=1)
     return {event.key: event.count for event in profile.key_averages()}
 
 
 def test_a_profile_names_exchange_attention_and_gathering():
     counts = run_ranks(profiled, 2)[0]
-    assert counts["longctx::exchange"] == 4  # there and back in each of two blocks
+    assert counts["longctx::exchange"] == 8  # there and back in each of two blocks, and again in backward
     assert counts["longctx::attention"] == 2
+    assert counts["longctx::offload"] % 2 == 0  # out and in again
+    assert counts["longctx::offload"] > 0
     for name in ("FSDP::all_gather", "FSDP::pre_forward", "FSDP::post_backward_reduce"):
         assert any(key.startswith(name) and "blocks.1" in key for key in counts), name
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from lightning_longctx.strategies.activation_offload.arena import HostArena, HostBuffer
 from lightning_longctx.strategies.activation_offload.backend import DeviceBackend, Event
@@ -72,7 +73,8 @@ class Stash:
         self._host = self._arena.reserve(self.nbytes)
         if self._host is None:
             return False
-        self._out = self._last = self._backend.copy_out(self._device, self._host.memory, self._host.after)
+        with record_function("longctx::offload"):
+            self._out = self._last = self._backend.copy_out(self._device, self._host.memory, self._host.after)
         self._host.after = ()
         return True
 
@@ -86,7 +88,8 @@ class Stash:
         """Start the copy back to the device."""
         assert self._host is not None
         assert self._out is not None
-        self._device, self._in = self._backend.copy_in(self._host.memory, (self._out,))
+        with record_function("longctx::offload"):
+            self._device, self._in = self._backend.copy_in(self._host.memory, (self._out,))
         self._last = self._in
         self.fetched += 1
         self._waiting = self.users

@@ -148,7 +148,7 @@ class StorageCounter(TorchDispatchMode):
                 if isinstance(leaf, Tensor):
                     self._see(leaf)
         if packet is _ALL_TO_ALL:
-            self._see(args[0], "exchange")  # also in backward, which is in no region
+            self._see(args[0], "exchange")  # whatever region it is in
         return output
 
     def _enter_region(self, name: str) -> None:
