@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_longctx.callbacks.checkpoint_capture import optimizers_of
 from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
@@ -78,7 +79,10 @@ class DirectoryCheckpointIO(CheckpointIO):
         module, precision = self._trainer.lightning_module, self._trainer.precision_plugin
         if isinstance(precision, DoublePrecision):  # Lightning would convert it after loading, and so round the weights
             precision.convert_module(module)
-        return {**opened.run_state(topology), "state_dict": opened.full_weights(module)}
+        # A hook may rename what was saved; then Lightning compares the names, after it.
+        renames = is_overridden("on_load_checkpoint", module, pl.LightningModule)
+        weights = opened.full_weights(None if renames else module, module.strict_loading)
+        return {**opened.run_state(topology), "state_dict": weights}
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], otherwise: Callable[[Any], None]) -> None:
         """In place of the strategy's ``load_optimizer_state_dict``."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -65,6 +66,7 @@ class OpenCheckpoint:
             self._refuse(verify(self.path, deep_bytes=0))
         self._on_missing = on_missing
         self._trust_pickle = trust_pickle
+        self._changed: set[str] = set()  # parameters of another size, whose moments are of no use either
         self._deep = deep_bytes is None or self.commit.size <= deep_bytes
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -92,33 +94,56 @@ class OpenCheckpoint:
         directory = self.weights()
         tensors, other = split_tensors(module.state_dict())
         keys = {plain_name(key): key for key in tensors}
-        targets = {name: tensors[key] for name, key in keys.items()}
-        unknown = sorted(set(directory) - set(targets))
-        missing = sorted(set(targets) - set(directory) - self._frozen(module))
-        if strict:
-            self._check_names(missing, unknown)
-        known = {key: value for key, value in targets.items() if key in directory}
+        names = self._fitting(
+            directory, {name: tensors[key] for name, key in keys.items()}, self._frozen(module), strict
+        )
+        known = {name: tensors[keys[name]] for name in names}
         directory.read_into(known)
         saved = self.rank_extra(0).get("weights_extra", {})
         state = {keys[name]: value for name, value in known.items()}
         state |= {key: saved[key] for key in other if key in saved}
         module.load_state_dict(state, strict=False)  # for hooks of the module; the tensors are in place
 
-    def full_weights(self, module: Module | None = None) -> dict[str, Any]:
+    def full_weights(self, module: Module | None = None, strict: bool = True) -> dict[str, Any]:
         """All weights on the host, as ``module.load_state_dict`` takes them.
 
         Args:
-            module: gives the frozen ones if only trainable weights were saved.
+            module: what they are for: its names and sizes must fit, and it gives what was not saved.
+            strict: every name must be on both sides.
+
+        Raises:
+            CheckpointError: names or sizes differ.
         """
+        present = {} if module is None else dict(module.state_dict())
         if WEIGHTS not in self.commit.slots and self.commit.resumable:
-            return {} if module is None else dict(module.state_dict())
-        directory = self.weights()
-        own = {} if module is None else {plain_name(key): key for key in module.state_dict()}
-        state: dict[str, Any] = {own.get(name, name): directory.read(name) for name in directory}
-        if self.commit.trainable_only and module is not None:
-            present = module.state_dict()
-            state |= {own[name]: present[own[name]] for name in self._frozen(module) if own[name] not in state}
-        return {**state, **self.rank_extra(0).get("weights_extra", {})}
+            return present
+        directory, extra = self.weights(), self.rank_extra(0).get("weights_extra", {})
+        if module is None:
+            return {**{name: directory.read(name) for name in directory}, **extra}
+        tensors, _ = split_tensors(present)
+        keys = {plain_name(key): key for key in tensors}
+        names = self._fitting(
+            directory, {name: tensors[key] for name, key in keys.items()}, self._frozen(module), strict
+        )
+        loaded = {keys[name]: directory.read(name) for name in names}
+        return present | loaded | {key: value for key, value in extra.items() if key in present}
+
+    def _fitting(
+        self, directory: TensorDirectory, targets: Mapping[str, Tensor], frozen: set[str], strict: bool
+    ) -> list[str]:
+        """Names that both sides have with one size; what else there is is reported."""
+        known = [name for name in targets if name in directory]
+        if not strict:
+            return known
+        self._changed = {name for name in known if tuple(targets[name].shape) != directory[name].size}
+        problems = [f"no weights were saved for `{name}`" for name in sorted(set(targets) - set(known) - frozen)]
+        problems += [f"the model has no `{name}`" for name in sorted(set(directory) - set(targets))]
+        problems += [
+            f"`{name}` has the size {tuple(targets[name].shape)}, and {directory[name].size} was saved"
+            for name in sorted(self._changed)
+        ]
+        self._report(problems)
+        return [name for name in known if name not in self._changed]
 
     # -- optimizers ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +200,7 @@ class OpenCheckpoint:
             problems.append(f"{len(saved)} optimizers were saved and there are {len(optimizers)}")
         directory = self._slot(OPTIMIZER)
         for number, (entry, optimizer) in enumerate(zip(saved, optimizers, strict=False)):
-            problems += load_optimizer(directory, number, entry, optimizer, module)
+            problems += load_optimizer(directory, number, entry, optimizer, module, self._changed)
         self._report(problems)
 
     # -- extra state ---------------------------------------------------------------------------------------------------
@@ -262,10 +287,6 @@ class OpenCheckpoint:
         if not self.commit.trainable_only:
             return set()
         return {plain_name(key) for key in module.state_dict()} - trainable_names(module)
-
-    def _check_names(self, missing: list[str], unknown: list[str]) -> None:
-        problems = [f"no weights were saved for `{name}`" for name in missing]
-        self._report(problems + [f"the model has no `{name}`" for name in unknown])
 
     def _report(self, problems: Sequence[str]) -> None:
         if not problems:

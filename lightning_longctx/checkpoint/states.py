@@ -6,7 +6,7 @@ moved to another group is noticed instead of taking somebody else's state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,7 @@ def load_optimizer(
     saved: Mapping[str, Any],
     optimizer: Optimizer,
     module: Module,
+    changed: Collection[str] = (),
 ) -> list[str]:
     """Load the state of one optimizer, onto any layout.
 
@@ -123,6 +124,7 @@ def load_optimizer(
         saved: its entry of what :func:`optimizer_state` returned beside the tensors.
         optimizer: what to load into.
         module: the module whose parameters it steps.
+        changed: names of parameters that start anew.
 
     Returns:
         What does not fit: parameters that only one side has, or groups that were divided otherwise. They keep their
@@ -132,7 +134,7 @@ def load_optimizer(
     if problem := _other_kind(number, optimizer, saved):
         return [problem]
     groups, problems = _fit_groups(number, optimizer, names, saved["param_groups"])
-    found = _saved_entries(directory, number)
+    found = {name: entry for name, entry in _saved_entries(directory, number).items() if name not in changed}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {key: _template(parameters[index], directory[path]) for key, path in found[name].items()}
@@ -141,7 +143,7 @@ def load_optimizer(
     }
     targets = {found[names[index]][key]: value for index, entry in state.items() for key, value in entry.items()}
     directory.read_into(targets)
-    plain = saved["state"]
+    plain = {name: entry for name, entry in saved["state"].items() if name not in changed}
     complete = {
         index: {**state.get(index, {}), **plain.get(name, {})}
         for index, name in names.items()

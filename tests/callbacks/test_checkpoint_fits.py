@@ -28,6 +28,7 @@ from tests.callbacks.checkpoint_plain import Plain, loader, trainer
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
     pytest.mark.filterwarnings("ignore:.*was called without a model"),
+    pytest.mark.filterwarnings("ignore:.*returned no `per_token_loss`"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
 ]
 
@@ -146,6 +147,61 @@ def test_other_optimizers_and_schedulers_are_named(before: Any, after: Any, text
     if after is _cosine:  # it starts anew, without a trace of the other
         assert schedulers[0].scheduler.last_epoch == 2
         assert not hasattr(schedulers[0].scheduler, "step_size")
+
+
+class _Larger(Plain):
+    """One more layer, one less, and one of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = torch.nn.Linear(8, 16, bias=False)
+        self.net[3] = torch.nn.Linear(16, 5)
+        self.more = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "longctx_fsdp"])
+def test_weights_that_do_not_fit_are_named_or_start_anew(strategy: str) -> None:
+    """On one device it was Lightning's error whatever ``on_missing`` said; another size was an error with ``warn``."""
+    trained = _run("c", 2)
+    with pytest.raises(CheckpointError) as raised:
+        _run("c", 4, resume=True, module=_Larger(), strategy=strategy)
+    for text in (
+        "for `more.weight`",
+        "has no `net.0.bias`",
+        "`net.3.weight` has the size (5, 16), and (4, 16) was saved",
+    ):
+        assert text in str(raised.value)
+    with pytest.warns(UserWarning, match="does not fit") as warned:
+        module = _run("c", 2, resume=True, module=_Larger(), options={"on_missing": "warn"}, strategy=strategy)
+    assert any("no weights were saved for `more.bias`" in str(one.message) for one in warned)
+    assert torch.equal(_whole(module.net[0].weight), _whole(trained.net[0].weight))
+    with pytest.warns(UserWarning, match="does not fit"):
+        module = _run("c", 4, resume=True, module=_Larger(), options={"on_missing": "warn"}, strategy=strategy)
+    assert len(module.notes) == 2
+
+
+def _whole(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def test_a_hook_may_rename_what_was_saved() -> None:
+    class Renamed(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = self.net
+            del self.net
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.body(batch[1])
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {key.replace("net.", "body."): value for key, value in state.items()}
+
+    trained = _run("c", 2)
+    module = Renamed()
+    trainer(AsyncDCPCheckpoint("c")).validate(module, loader(), ckpt_path="last", verbose=False)
+    assert torch.equal(module.body[0].weight, trained.net[0].weight)
 
 
 def test_another_class_with_the_same_settings_fits() -> None:

@@ -49,6 +49,7 @@ def _killed(root: Path, log: Path, kill_at: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # about 250 processes one after another: half a minute, or many on a busy machine
 def test_killed_before_every_single_operation(tmp_path: Path) -> None:
     """Lightning#688: kill -9 leaves a broken file at the final name. composer#3376: a pointer precedes its data."""
     operations, problems = _in_fresh_process(_sweep, tmp_path)
