@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
@@ -27,7 +28,6 @@ __all__ = [
     "check_manual_optimization",
     "check_parts",
     "check_prepared",
-    "layout_facts",
     "module_facts",
     "run_facts",
     "warn_of_crossings",
@@ -84,23 +84,29 @@ def check_manual_optimization(module: pl.LightningModule, strategy: LongContextF
         )
 
 
-def layout_facts(trainer: pl.Trainer) -> dict[str, int | None]:
-    """Sizes that are known before any process is started, by the names that a part's ``check`` takes."""
-    sp_size = int(getattr(trainer.strategy, "sequence_parallel_size", 1))
-    return {"sp_size": sp_size, "dp_size": trainer.num_devices * trainer.num_nodes // sp_size}
+def check_parts(trainer: pl.Trainer, parts: Iterable[object]) -> None:
+    """Ask the parts of a run for what they know to be wrong, while one process still speaks for all.
 
-
-def check_parts(parts: Iterable[object], facts: Mapping[str, int | None]) -> None:
-    """Ask the parts of a run that have a method ``check`` with an argument ``sp_size`` (a data module, a model).
+    Asked are those with a method ``check`` that takes ``sp_size`` and any of ``dp_size``, ``max_seq_len`` and
+    ``vocab_size``: data modules and models of this package. Parts without it, such as other people's, are not checked.
 
     Args:
-        parts: any objects.
-        facts: what may be asked for, by name.
+        trainer: built, not yet running.
+        parts: any objects, the data module among them.
 
     Raises:
         ConfigurationError: a size that does not divide, with the arithmetic.
     """
-    for part in parts:
+    found = list(parts)
+    data = next((part for part in found if isinstance(part, LightningDataModule)), None)
+    sp_size = int(getattr(trainer.strategy, "sequence_parallel_size", 1))
+    facts = {
+        "sp_size": sp_size,
+        "dp_size": trainer.num_devices * trainer.num_nodes // sp_size,
+        "max_seq_len": getattr(data, "max_seq_len", None),
+        "vocab_size": getattr(data, "vocab_size", None),
+    }
+    for part in found:
         check = getattr(part, "check", None)
         # By the parameters' names: somebody's own class may have a `check` that means something else.
         accepted = inspect.signature(check).parameters if callable(check) else {}
@@ -176,5 +182,5 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         """Check, then start the processes and call ``function``."""
         if trainer is not None:
             self._check(trainer)
-            check_parts([*args, *kwargs.values()], layout_facts(trainer))
+            check_parts(trainer, [*args, *kwargs.values()])
         return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -83,4 +83,7 @@ def _gib(text: str) -> float:
 
 
 def _tokens(text: str) -> int:
-    return parse_token_count(text, "--max-seq-len")
+    try:
+        return parse_token_count(text, "--max-seq-len")
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(f"{error.rule} but got {text!r}") from None
