@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_longctx.errors import DataError
+from collections.abc import Callable
+from types import TracebackType
 
-__all__ = ["BadRecord", "checked_text", "text_of"]
+from lightning_longctx.errors import DataError, FieldError
+
+__all__ = ["BadRecord", "NamedRecord", "checked_text", "text_of"]
 
 
 class BadRecord(Exception):  # noqa: N818 - it becomes a DataError where source and place are known
@@ -23,6 +26,30 @@ class BadRecord(Exception):  # noqa: N818 - it becomes a DataError where source 
     def at(self, field: str, place: str) -> DataError:
         """The same as an error that names source, file and line."""
         return DataError(field, self.rule, f"{self.got} {place}", self.fix)
+
+
+# What names its place by itself, or is no error.
+_OURS = (BadRecord, FieldError, StopIteration)
+
+
+class NamedRecord:
+    """Around what somebody's tokenizer, dataset or iterable does for a record: names it in an error of any class.
+
+    Args:
+        describe: tells the place; called where there is such an error only, since that may read the file.
+    """
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+
+    def __enter__(self) -> None:
+        """Nothing is needed before."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, _OURS):
+            error.add_note(f"Raised for {self._describe()}.")
 
 
 def checked_text(text: str) -> str:

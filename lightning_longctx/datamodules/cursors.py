@@ -16,6 +16,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_longctx.datamodules.bad_record import NamedRecord
 from lightning_longctx.datamodules.sources import IndexableSource, RecordStream, Source, StreamingSource, skip
 from lightning_longctx.errors import DataError
 
@@ -214,7 +215,8 @@ class _StreamCursor(Cursor):
         if taken and taken % _MARK_EVERY == 0:
             self._note(passes, taken)
         try:
-            return taken, next(self._records)
+            with NamedRecord(lambda: self.source.describe(taken)):
+                return taken, next(self._records)
         except StopIteration:
             return None
         except DataError as error:  # a bad record takes its place in the order, and may be skipped there

@@ -7,21 +7,20 @@ and hundreds of documents wait in a pool), and half the size of int64 matters at
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_longctx.batch import IGNORE_INDEX
-from lightning_longctx.datamodules.bad_record import BadRecord
+from lightning_longctx.datamodules.bad_record import BadRecord, NamedRecord
 from lightning_longctx.datamodules.formats import encode_record
 from lightning_longctx.datamodules.settings import LongDocument, OnBadRecord
 from lightning_longctx.datamodules.sources import IndexableSource, Source, StreamingSource
 from lightning_longctx.datamodules.tokenizers import Tokenize
-from lightning_longctx.errors import DataError, FieldError
+from lightning_longctx.errors import DataError
 
 __all__ = ["Document", "DocumentReader", "Draw", "Pieces", "Tokens"]
 
@@ -195,7 +194,7 @@ class DocumentReader:
             DataError: the record cannot be read.
         """
         source = self.sources[source_id]
-        with _Naming(lambda: source.describe(number, record)):
+        with NamedRecord(lambda: source.describe(number, record)):
             found = _read(source, number, record)
             return Document(self.carried_id(source_id), number, 0, *self._encode(source, found))
 
@@ -255,26 +254,6 @@ class DocumentReader:
         counts["documents_split"] += 1
         for start in range(0, length, self.window):
             yield document.part(start, min(start + self.window, length))
-
-
-class _Naming:
-    """Names the record in an error of somebody's tokenizer, dataset or iterable, whatever its class.
-
-    Args:
-        describe: tells the place; called where there is such an error only, since that may read the file.
-    """
-
-    def __init__(self, describe: Callable[[], str]) -> None:
-        self._describe = describe
-
-    def __enter__(self) -> None:
-        """Nothing is needed before."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (BadRecord, FieldError)):
-            error.add_note(f"Raised for {self._describe()}.")
 
 
 _TOO_LONG = "must not be longer than `max_seq_len` under long_document: error"

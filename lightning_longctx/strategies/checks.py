@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
@@ -28,7 +29,6 @@ __all__ = [
     "check_parts",
     "check_sharded_before",
     "data_facts",
-    "layout_facts",
     "run_facts",
     "warn_of_crossings",
 ]
@@ -87,23 +87,30 @@ def check_manual_optimization(module: pl.LightningModule, strategy: LongContextF
         )
 
 
-def layout_facts(strategy: object, processes: int) -> dict[str, int | None]:
-    """Sizes that are known before any process is started, by the names that a part's ``check`` takes."""
-    sp_size = int(getattr(strategy, "sequence_parallel_size", 1))
-    return {"sp_size": sp_size, "dp_size": processes // sp_size}
+def check_parts(strategy: object, processes: int, parts: Iterable[object]) -> None:
+    """Ask the parts of a run for what they know to be wrong, while one process still speaks for all.
 
-
-def check_parts(parts: Iterable[object], facts: Mapping[str, int | None]) -> None:
-    """Ask the parts of a run that have a method ``check`` with an argument ``sp_size`` (a data module, a model).
+    Asked are those with a method ``check`` that takes ``sp_size`` and any of ``dp_size``, ``max_seq_len`` and
+    ``vocab_size``: data modules and models of this package. Parts without it, such as other people's, are not checked.
 
     Args:
-        parts: any objects.
-        facts: what may be asked for, by name.
+        strategy: asked for ``sequence_parallel_size``, or a registered name.
+        processes: of the run.
+        parts: any objects, the data module among them.
 
     Raises:
         ConfigurationError: a size that does not divide, with the arithmetic.
     """
-    for part in parts:
+    found = list(parts)
+    data = next((part for part in found if isinstance(part, LightningDataModule)), None)
+    sp_size = int(getattr(strategy, "sequence_parallel_size", 1))
+    facts = {
+        "sp_size": sp_size,
+        "dp_size": processes // sp_size,
+        "max_seq_len": getattr(data, "max_seq_len", None),
+        "vocab_size": getattr(data, "vocab_size", None),
+    }
+    for part in found:
         check = getattr(part, "check", None)
         # By the parameters' names: somebody's own class may have a `check` that means something else.
         accepted = inspect.signature(check).parameters if callable(check) else {}
@@ -199,6 +206,6 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         """Check, then start the processes and call ``function``."""
         if trainer is not None:
             self._check(trainer)
-            facts = layout_facts(trainer.strategy, trainer.num_devices * trainer.num_nodes)
-            check_parts([*args, *kwargs.values()], facts)
+            processes = trainer.num_devices * trainer.num_nodes
+            check_parts(trainer.strategy, processes, [*args, *kwargs.values()])
         return super().launch(function, *args, trainer=trainer, **kwargs)

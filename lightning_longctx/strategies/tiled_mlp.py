@@ -10,7 +10,7 @@ and the tiles are computed twice in all, as with checkpointing alone, where thre
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -173,11 +173,16 @@ def _tiled(mlp: nn.Module, forward: Callable[[Tensor], Tensor], tiles: int, /, *
     return output
 
 
+def _tiles(x: Tensor, count: int) -> Sequence[Tensor]:
+    """Views of ``[..., T, H]``, one after another along T. The planner takes a few of them."""
+    return x.tensor_split(count, dim=-2)
+
+
 def _run(forward: Callable[[Tensor], Tensor], x: Tensor, tiles: int) -> Tensor:
     """The output ``[..., T, H']``, tile by tile, without a graph."""
     output: Tensor | None = None
     start = 0
-    for tile in x.tensor_split(max(tiles, 1), dim=-2):
+    for tile in _tiles(x, max(tiles, 1)):
         part = forward(tile)
         if part.shape[:-1] != tile.shape[:-1]:
             rule = f"must keep the shape {list(tile.shape[:-1])} of its tokens"
@@ -228,9 +233,7 @@ class _Tiled(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.holder is not None else None
         start = 0
         with _as_in_forward(ctx, x):
-            for tile, grad in zip(
-                x.tensor_split(ctx.tiles, dim=-2), grads[0].tensor_split(ctx.tiles, dim=-2), strict=True
-            ):
+            for tile, grad in zip(_tiles(x, ctx.tiles), _tiles(grads[0], ctx.tiles), strict=True):
                 found = _tile_gradients(ctx.run, tile, grad, parameters, grad_x is not None)
                 if grad_x is not None:
                     grad_x.narrow(-2, start, tile.shape[-2]).copy_(found.pop(0))  # type: ignore[arg-type]

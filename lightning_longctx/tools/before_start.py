@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.strategies.checks import check_parts, layout_facts
+from lightning_longctx.strategies.checks import check_parts
 
 __all__ = ["check_checkpoint_path", "check_sizes"]
 
@@ -37,9 +37,8 @@ def check_checkpoint_path(path: object) -> None:
 def check_sizes(strategy: Any, datamodule: Any, model: Any, devices: int, nodes: int) -> None:
     """Check that processes, token budgets and heads can be divided as asked, while one process still speaks for all.
 
-    The strategy is asked for ``sequence_parallel_size`` and ``check_model(model)``, and data module and model for a
-    method ``check`` that takes ``sp_size`` and any of ``dp_size``, ``max_seq_len`` and ``vocab_size``. Parts without
-    them, such as other people's, are not checked here.
+    The strategy is asked for ``sequence_parallel_size`` and ``check_model(model)``, and data module and model for
+    ``check``, see :func:`~lightning_longctx.strategies.checks.check_parts`.
 
     Args:
         strategy: an object, or a registered name.
@@ -58,12 +57,7 @@ def check_sizes(strategy: Any, datamodule: Any, model: Any, devices: int, nodes:
         fix = f"Use one of {[size for size in range(1, processes + 1) if processes % size == 0]}, or other `devices`."
         rule = "must divide the number of processes"
         raise ConfigurationError("trainer.strategy.sequence_parallel_size", rule, got, fix)
-    facts = {
-        **layout_facts(strategy, processes),
-        "max_seq_len": getattr(datamodule, "max_seq_len", None),
-        "vocab_size": getattr(datamodule, "vocab_size", None),
-    }
-    check_parts((datamodule, model), facts)
+    check_parts(strategy, processes, (datamodule, model))
     check_model = getattr(strategy, "check_model", None)
     if callable(check_model):
         check_model(model)

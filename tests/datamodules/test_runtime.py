@@ -180,6 +180,20 @@ def test_a_tokenizer_that_fails_is_told(runtime: str, kind: type[Exception]) -> 
         assert caught.value.__notes__[0].startswith(place)
 
 
+class _Failing:
+    """Its third record cannot be read."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from [{"input_ids": [1]}] * 2
+        raise OSError("no such disk")
+
+
+def test_an_iterable_that_fails_names_the_record() -> None:
+    with pytest.raises(OSError, match="no such disk") as caught:
+        list(data_module({"a": _Failing()}, size=1).train_dataloader())
+    assert caught.value.__notes__ == ["Raised for record 2 of source 'a'."]
+
+
 def test_a_tokenizer_that_fails_in_a_reading_process_names_the_record() -> None:
     data = data_module({"a": [{"text": "x"}] * 3}, tokenizer=_fails, num_workers=1, shuffle=False)
     with pytest.raises(ZeroDivisionError, match="Raised for record 0 of source 'a'"):

@@ -73,7 +73,7 @@ def plan(run: Run, options: PlanOptions, tell: Tell | None = None) -> tuple[Plan
     planner = Planner(run, int(options.device_gb * GIB), host)
     variants: list[Variant] = []
     for name, settings in _variants(run.settings):
-        peaks = planner.peaks(settings, whole=not variants)
+        peaks = planner.peaks(settings)
         longest = None if options.brief else planner.longest(settings)
         variants.append(Variant(name, peaks, planner.shortage(peaks) <= 0, longest))
         if tell is not None:

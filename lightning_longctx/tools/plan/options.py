@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,4 +73,7 @@ def _parser() -> FlagParser:
 
 
 def _tokens(text: str) -> int:
-    return parse_token_count(text, "--max-seq-len")
+    try:
+        return parse_token_count(text, "--max-seq-len")
+    except ConfigurationError as error:
+        raise argparse.ArgumentTypeError(f"{error.rule} but got {text!r}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from typing import Any
 
 from lightning_longctx.strategies.memory import MemorySettings, Switch, next_switches
@@ -35,6 +35,7 @@ MARGIN_BYTES = 2 * GIB
 _PRECISION = 1 / 64
 _GRAIN = 256
 _TRIES = 24
+_PAIRS = 2  # switches: so many together are tried without asking which are needed
 _LONGEST = 2**31 - 1  # document bounds are int32
 
 
@@ -55,22 +56,21 @@ class Planner:
     def __init__(self, run: Run, device_bytes: int, host_bytes: int | None = None) -> None:
         self.run = run
         self.device_bytes, self.host_bytes = device_bytes, host_bytes
-        self._known: dict[tuple[str, int, bool], Peaks] = {}
+        self._known: dict[tuple[str, int], Peaks] = {}
 
-    def peaks(self, settings: MemorySettings, tokens: int | None = None, whole: bool = False) -> Peaks:
+    def peaks(self, settings: MemorySettings, tokens: int | None = None) -> Peaks:
         """What a step needs with these settings.
 
         Args:
             settings: layout and switches.
             tokens: of a row; None for the configured ones, rounded up to what the ranks can share.
-            whole: run all blocks, where fewer would tell the same.
         """
         size = settings.sequence_parallel_size
         length = -(-(tokens or self.run.step.tokens) // size) * size
-        key = (repr(settings), length, whole)
+        key = (repr(settings), length)
         if key not in self._known:
             step = replace(self.run.step, tokens=length)
-            self._known[key] = phase_peaks(self.run.template, settings, step, whole)
+            self._known[key] = phase_peaks(self.run.template, settings, step)
         return self._known[key]
 
     def shortage(self, peaks: Peaks) -> int:
@@ -108,8 +108,8 @@ class Planner:
     def smallest_fit(self, settings: MemorySettings) -> list[Switch] | None:
         """The fewest switches that make the configured row fit, the cheaper ones first; None if all together do not.
 
-        What does not fit without a switch, whatever else is on, needs it; and where the largest of its alternatives is
-        not enough, the smaller ones are not tried. So a few simulations take the place of all combinations.
+        Pairs mostly do. Beyond them, what does not fit without a switch, whatever else is on, needs it. And where the
+        largest of its alternatives is not enough, the smaller ones are not tried.
         """
         if self.fits(settings):
             return []
@@ -117,12 +117,15 @@ class Planner:
         kinds, everything = _by_key(switches), last_of_each(switches)
         if not kinds or not self.fits(combine(settings, everything)):
             return None
-        needed = {place for place in range(len(kinds)) if self._needs(settings, everything, place)}
-        sizes = range(max(len(needed), 1), len(kinds) + 1)
-        for places in chain.from_iterable(combinations(range(len(kinds)), size) for size in sizes):
-            found = self._cheapest(settings, [kinds[place] for place in places]) if needed <= {*places} else None
-            if found is not None:
-                return found
+        every = range(len(kinds))
+        needed: set[int] = set()
+        for size in range(1, len(kinds) + 1):
+            if size == _PAIRS + 1:
+                needed = {place for place in every if self._needs(settings, everything, place)}
+            for places in combinations(every, size):
+                found = self._cheapest(settings, [kinds[place] for place in places]) if needed <= {*places} else None
+                if found is not None:
+                    return found
         return everything
 
     def _needs(self, settings: MemorySettings, everything: Sequence[Switch], place: int) -> bool:

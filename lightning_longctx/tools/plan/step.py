@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 from lightning_longctx import loss as loss_module
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.strategies import tiled_mlp as tiled_mlp_module
 from lightning_longctx.strategies.memory import MemorySettings
 from lightning_longctx.strategies.precision import FSDP2Precision
 from lightning_longctx.strategies.shard import find_blocks, register_forward_methods, shard_module
 from lightning_longctx.strategies.ulysses import set_running_exchange
-from lightning_longctx.tools.plan.kernels import AnyGroupedProduct, gpu_attention
+from lightning_longctx.tools.plan.kernels import FakeAnswers, gpu_attention
 from lightning_longctx.tools.plan.shell import (
     block_list,
     imagined_batch,
@@ -39,6 +40,8 @@ from lightning_longctx.tools.plan.switches import prepare_blocks
 from lightning_longctx.tools.plan.world import World, imagined_layout, imagined_world
 
 __all__ = ["Step", "Timeline", "simulate_step"]
+
+_Turn = TypeVar("_Turn")
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,13 @@ def simulate_step(
     with ExitStack() as stack:
         stack.enter_context(imagined_world(settings.world_size))
         stack.enter_context(patch.object(loss_module, "range", _few_turns, create=True))
+        stack.enter_context(patch.object(tiled_mlp_module, "_tiles", _few_tiles))
         stack.callback(set_running_exchange, None)
         world = imagined_layout(settings)
         stack.enter_context(gpu_attention() if step.on_gpu else nullcontext())
         stack.enter_context(known_bounds(step.tokens))
         stack.enter_context(FakeTensorMode())
-        stack.enter_context(AnyGroupedProduct())  # type: ignore[no-untyped-call]  # below the counter: it helps itself
+        stack.enter_context(FakeAnswers())  # type: ignore[no-untyped-call]  # below the counter: it helps itself
         stack.enter_context(counter)
         try:
             _run(module, blocks[:depth], settings, step, world, counter)
@@ -211,5 +215,13 @@ def _update(optimizers: Sequence[Optimizer], counter: StorageCounter, category: 
 
 def _few_turns(start: int, stop: int, chunk: int) -> Iterator[int]:
     """The first chunks of the loss and the last: those between need what they need."""
-    turns = range(start, stop, chunk)
-    yield from turns if len(turns) <= 4 else (turns[0], turns[1], turns[2], turns[-1])
+    yield from _few(range(start, stop, chunk))
+
+
+def _few_tiles(x: Tensor, count: int) -> Sequence[Tensor]:
+    """The first tiles of an MLP and the last."""
+    return _few(x.tensor_split(count, dim=-2))
+
+
+def _few(turns: Sequence[_Turn]) -> Sequence[_Turn]:
+    return turns if len(turns) <= 4 else (turns[0], turns[1], turns[2], turns[-1])

@@ -22,7 +22,7 @@ def arena(limit, slab=4096, host_device="cpu"):
 
 
 def test_a_buffer_takes_what_it_needs():
-    """pytorch 150517, 171662, vllm 56410, sglang 37285: pinned buffers of a power of two."""
+    """pytorch#150517, 171662, vllm#56410, sglang#37285: pinned buffers of a power of two."""
     host = arena(64 * GIB, 64 * MIB, host_device="meta")
     size = int(1.25 * GIB)
     buffers = [host.reserve(size) for _ in range(3)]
@@ -174,7 +174,7 @@ def test_the_limit_of_a_rank():
 
 
 def test_a_pair_of_pinned_settings_that_overflows_is_refused():
-    """pytorch 192722: a smaller block is handed out."""
+    """pytorch#192722: a smaller block is handed out."""
     bad = "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:128"
     with pytest.raises(ConfigurationError, match="PYTORCH_CUDA_ALLOC_CONF"):
         check_pinned_settings({"PYTORCH_CUDA_ALLOC_CONF": bad})

@@ -101,7 +101,7 @@ def test_checkpoint_inputs_given_as_keywords_move(mode, mode_of_checkpoint):
 
 @MODES
 def test_recompute_is_not_offloaded_again(mode):
-    """Megatron 7044: an outer offload and a checkpoint copy the same tensors twice."""
+    """Megatron#7044: an outer offload and a checkpoint copy the same tensors twice."""
     model, offload = Model(how="non-reentrant"), running(mode, level="all")
     with offload.everywhere(model):
         x = batch().requires_grad_()
@@ -113,7 +113,7 @@ def test_recompute_is_not_offloaded_again(mode):
 
 
 def test_a_checkpoint_around_the_chosen_modules_is_named():
-    """pytorch 84907: offload inside of somebody's checkpoint saves nothing."""
+    """pytorch#84907: offload inside of somebody's checkpoint saves nothing."""
     model, offload = Model(), running("sync", level="all")
     offload.attach(model, model.layers)
     x = batch()
@@ -151,7 +151,7 @@ class Below(torch.utils._python_dispatch.TorchDispatchMode):
 
 @MODES
 def test_a_policy_really_offloads_in_eager_mode(mode):
-    """pytorch 180874, 185015, 196956: MUST_CPU_OFFLOAD of PyTorch computes again in eager mode, silently."""
+    """pytorch#180874, 185015, 196956: MUST_CPU_OFFLOAD of PyTorch computes again in eager mode, silently."""
 
     def choose(context, operator, *args, **kwargs):
         return CheckpointPolicy.MUST_CPU_OFFLOAD if operator == torch.ops.aten.mm.default else False
@@ -245,7 +245,7 @@ def test_device_bytes_are_right_after_several_backwards(mode):
 @MODES
 @pytest.mark.parametrize("compile_what", ["block", "forward"])
 def test_compiled_blocks(mode, compile_what):
-    """pytorch 113263, 116221, 148222: hooks that run while a graph is traced, or all at once."""
+    """pytorch#113263, 116221, 148222: hooks that run while a graph is traced, or all at once."""
     torch._dynamo.reset()
     wanted = expected(Model(blocks=2), batch())
     model, offload = Model(blocks=2), running(mode, level="all")

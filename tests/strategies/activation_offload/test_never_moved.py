@@ -77,6 +77,7 @@ def mixture():
 @MODES
 @pytest.mark.parametrize("build", [Model, lora_model, detached_weights])
 def test_no_byte_of_a_parameter_moves(mode, build):
+    """Seen in VeOmni: weights were copied each step, those of experts and frozen ones too."""
     model, offload = build(), running(mode, level="all")
     offload.attach(model, model.layers)
     moves = Moves(offload)
@@ -207,7 +208,7 @@ def test_dtypes(dtype):
 
 @MODES
 def test_a_transposed_view_is_not_taken_for_the_whole(mode):
-    """ms-swift 10157: a key of pointer and dtype merges the two."""
+    """ms-swift#10157: a key of pointer and dtype merges the two."""
     offload = running(mode, level="all")
     x = torch.randn(6, 6, requires_grad=True)
     with offload.everywhere(None):

@@ -37,7 +37,7 @@ def train(offload, blocks=6, steps=2, how="non-reentrant"):
 @pytest.mark.parametrize("prefetch_mib", [0, BUDGET, 1024.0])
 @pytest.mark.parametrize("late", [True, False])
 def test_gradients_are_right_however_late_copies_run(how, prefetch_mib, late):
-    """torchtune 1867: NaN, since memory was freed while it was in use."""
+    """torchtune#1867: NaN, since memory was freed while it was in use."""
     wanted = expected(Model(6), batch(1))
     offload = running("async", late=late, level="all", prefetch_mib=prefetch_mib)
     _, got = train(offload, how=how)
@@ -46,7 +46,7 @@ def test_gradients_are_right_however_late_copies_run(how, prefetch_mib, late):
 
 
 def test_every_order_is_asked_for():
-    """Megatron 7398: a reload at the last moment does not wait for its copy out, and old data comes back silently."""
+    """Megatron#7398: a reload at the last moment does not wait for its copy out, and old data comes back silently."""
     offload = running("async", prefetch_mib=BUDGET)
     _, _ = train(offload)
     edges = offload._backend.edges
@@ -58,7 +58,7 @@ def test_every_order_is_asked_for():
     for name in ins:
         assert Edge("compute", name) in edges, "4: memory comes from the computing stream"
         sources = [edge.before for edge in edges if edge.after == name and edge.before.startswith("out")]
-        assert len(sources) == 1, "3: after the copy out of the same bytes (Megatron 7398)"
+        assert len(sources) == 1, "3: after the copy out of the same bytes (Megatron#7398)"
         assert Edge(sources[0], "compute") in edges, "2: device memory was given up in order"
         assert edges.index(Edge(sources[0], "compute")) < edges.index(Edge(sources[0], name))
         assert Edge(name, "compute") in edges, "5: before the computation reads"

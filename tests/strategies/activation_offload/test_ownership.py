@@ -35,7 +35,7 @@ def test_gradients_are_equal_in_every_bit(mode, how, level, keep):
 
 @MODES
 def test_two_forwards_one_unused_one_backward(mode):
-    """torchtune 2709: an assertion that a tracker is empty."""
+    """torchtune#2709: an assertion that a tracker is empty."""
     wanted = expected(Model(), batch(2))
     model, offload = attached(mode)
     unused = model(batch(1))
@@ -49,7 +49,7 @@ def test_two_forwards_one_unused_one_backward(mode):
 @MODES
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_several_forwards_in_the_order_of_a_pipeline(mode, order):
-    """trl 4280, 4236: a second context before the first backward raises."""
+    """trl#4280, 4236: a second context before the first backward raises."""
     reference = Model()
     for seed in order:
         reference(batch(seed)).square().mean().backward()
@@ -63,7 +63,7 @@ def test_several_forwards_in_the_order_of_a_pipeline(mode, order):
 
 @MODES
 def test_one_backward_through_two_forwards(mode):
-    """trl 4280: (a + b).backward()."""
+    """trl#4280: (a + b).backward()."""
     reference = Model()
     (reference(batch(1)).sum() + reference(batch(2)).sum()).backward()
     model, offload = attached(mode)
@@ -75,7 +75,7 @@ def test_one_backward_through_two_forwards(mode):
 @MODES
 @pytest.mark.parametrize("how", ["none", "non-reentrant"])
 def test_the_graph_is_used_twice(mode, how):
-    """trl 4236: retain_graph."""
+    """trl#4236: retain_graph."""
     wanted = expected(Model(how=how), batch(), passes=2)
     model, offload = attached(mode, how)
     loss = model(batch()).square().mean()
@@ -88,7 +88,7 @@ def test_the_graph_is_used_twice(mode, how):
 
 @MODES
 def test_branches_that_backward_does_not_use_leave_nothing(mode):
-    """trl 5737, axolotl 3638: nodes that never run keep entries for good."""
+    """trl#5737, axolotl#3638: nodes that never run keep entries for good."""
     model, offload = attached(mode)
     for step in range(3):
         hidden = model(batch(step))

@@ -108,6 +108,8 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys: pytest.CaptureFixtur
     assert "`--device-gb` must be given" in _refused(capsys)
     assert "Did you mean --max-seq-len?" in _refused(capsys, "--device-gb", "80", "--max-seq-lenn", "1K")
     assert "`--device-gb` must be a number of GiB" in _refused(capsys, "--device-gb", "many")
+    assert "`--max-seq-len` must be" in (text := _refused(capsys, "--device-gb", "80", "--max-seq-len", "0"))
+    assert "got '0'" in text
     assert "`--plot` must name a .png" in _refused(capsys, "--device-gb", "80", "--plot", "plan.bmp")
     _config(devices="auto")
     assert "`trainer.devices` must be a number" in _refused(capsys, "--device-gb", "80")

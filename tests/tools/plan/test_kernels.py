@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from lightning_longctx.tools.plan.kernels import AnyGroupedProduct, gpu_attention
+from lightning_longctx.tools.plan.kernels import FakeAnswers, gpu_attention
 from lightning_longctx.tools.plan.storages import StorageCounter
 
 HEADS, TOKENS, WIDTH = 8, 256, 32
@@ -49,7 +49,7 @@ def test_attention_is_itself_again_afterwards() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_by_groups(dtype: torch.dtype) -> None:
-    with FakeTensorMode(), AnyGroupedProduct():
+    with FakeTensorMode(), FakeAnswers():
         tokens, weights = torch.empty(64, 32, dtype=dtype), torch.empty(4, 32, 16, dtype=dtype)
         ends = torch.empty(4, dtype=torch.int32)
         output = torch.ops.aten._grouped_mm.default(tokens, weights, ends)

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_longctx import ConfigurationError
 from lightning_longctx.integrations import CausalLMModule
-from lightning_longctx.strategies import LongContextFSDPStrategy
+from lightning_longctx.strategies import LongContextFSDPStrategy, tiled_mlp
+from lightning_longctx.tools.plan import step as step_module
 from lightning_longctx.tools.plan.peaks import phase_peaks
 from lightning_longctx.tools.plan.shell import group_experts
 from lightning_longctx.tools.plan.step import Step
@@ -130,6 +131,17 @@ def test_the_peak_with_tiles_is_that_of_a_real_run() -> None:
     assert found.peak == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.slow
+def test_a_few_tiles_tell_what_all_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, step = shapes({**SHALLOW, "intermediate_size": 8192}), Step(256, "bf16-true")  # gradients set the peak
+    wanted = settings(module, tiled_mlp={"tiles": 9})
+    few = phase_peaks(module, wanted, step)
+    monkeypatch.setattr(step_module, "_few_tiles", tiled_mlp._tiles)
+    assert [(p.name, p.peak, p.parts) for p in phase_peaks(module, wanted, step).phases] == [
+        (p.name, p.peak, p.parts) for p in few.phases
+    ]
+
+
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"activation_checkpointing": "full"},
@@ -220,6 +232,20 @@ def test_experts_one_by_one_are_simulated_as_grouped_products() -> None:
     assert not group_experts(shapes(SHALLOW))
     peaks = [phase_peaks(module, settings(module, 2), Step(512)).peak for module in (grouped, eager)]
     assert peaks[0] == peaks[1]
+
+
+class ReadsItsLoss(OwnModule):
+    """As many do, for a log of their own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        assert output["loss"].item() == 1
+        return output
+
+
+def test_a_loss_that_is_read_does_not_matter() -> None:
+    plain, reading = (phase_peaks(own_shapes(make), settings(), Step(64)).peak for make in (OwnModule, ReadsItsLoss))
+    assert plain == reading
 
 
 class Looks(OwnModule):

@@ -24,7 +24,7 @@ def planner(
 ) -> Planner:
     """A planner whose simulation is a formula."""
 
-    def peaks(template: Any, wanted: MemorySettings, step: Step, whole: bool = False) -> Peaks:
+    def peaks(template: Any, wanted: MemorySettings, step: Step) -> Peaks:
         return Peaks([Segment("forward", bytes_of(wanted, step.tokens), {}, tokens)], (1, (1,)))
 
     monkeypatch.setattr(search, "phase_peaks", peaks)
