@@ -104,8 +104,9 @@ def parity_line(path: Path, model: str) -> str | None:
     worst = max(gradients, key=_size, default=None)
     faults = len(DoctorReport(facts, findings, 0.0).faults)
     error = "" if worst is None or worst.error is None else f", largest gradient error {worst.error:.1e}"
+    found = f"{faults} fault(s)" if faults else "no fault"
     layouts = sum(finding.layouts for finding in gradients)
-    return f"Doctor: {model} ({facts['size']}) in {layouts} layouts: {faults or 'no'} fault(s){error} ({path})."
+    return f"Doctor: {model} ({facts['size']}) in {layouts} layout(s): {found}{error} ({path})."
 
 
 def _row(findings: Sequence[Finding]) -> tuple[str, ...]:

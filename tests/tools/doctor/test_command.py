@@ -13,6 +13,7 @@ import yaml
 from lightning_longctx.cli import main
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.doctor.launch import run_world
+from lightning_longctx.tools.doctor.report import parity_line
 from tests.contracts.source import ROOT
 
 
@@ -29,7 +30,10 @@ def doctor(model: Any, *words: str) -> tuple[int, dict[str, Any]]:
         content["data"] = {"sources": {"code": "python-stdlib"}}  # never read
     Path("run.yaml").write_text(yaml.safe_dump(content))
     code = main(["doctor", "--config", "run.yaml", "--json", "found.json", *words])
-    return code, json.loads(Path("found.json").read_text())
+    report = Path("runs/doctor/doctor.json")
+    assert report.read_text() == Path("found.json").read_text()
+    assert parity_line(report, json.loads(report.read_text())["facts"]["model"])
+    return code, json.loads(report.read_text())
 
 
 def verdicts(found: dict[str, Any]) -> dict[tuple[str, int, int], str]:
@@ -46,6 +50,7 @@ def test_an_own_module_in_real_processes(capsys: pytest.CaptureFixture[str]) -> 
     code, found = doctor(own("Shifts"), "--processes", "2", "--layouts", "3")
     text = capsys.readouterr().out
     assert code == 1, text
+    assert text.startswith(Path("runs/doctor/doctor.md").read_text())
     seen = verdicts(found)
     checks = {"loss", "gradients", "evaluation", "isolation", "causality"}
     assert set(seen) == {(c, w, s) for c in checks for w, s in ((1, 1), (2, 1), (2, 2))}
