@@ -12,6 +12,7 @@ from lightning_longctx.tools.report.facts import facts_of, findings_of
 from lightning_longctx.tools.report.groups import Group, group_of, groups_of
 from lightning_longctx.tools.report.heatmaps import load_by_window, load_over_time
 from lightning_longctx.tools.report.html import Markup, join, tag
+from lightning_longctx.tools.report.kept import kept_checkpoints
 from lightning_longctx.tools.report.missing import missing_parts
 from lightning_longctx.tools.report.numbers import duration, short, size, whole
 from lightning_longctx.tools.report.run import Run
@@ -37,7 +38,7 @@ def sections_of(runs: Sequence[Run]) -> list[tuple[str, Markup]]:
     )
     offload = _counters(runs, "offload/", "Activation offload")
     found.append(("Speed", join(_figures(standard_charts("Speed", runs)), offload)))
-    found.append(("Checkpoints", join(_figures(standard_charts("Checkpoints", runs)), _saves(runs))))
+    found.append(("Checkpoints", join(_figures(standard_charts("Checkpoints", runs)), _saves(runs), *map(_kept, runs))))
     found.append(("Other metrics", _others(runs, prefixes)))
     found.append(("Configuration", _configuration(runs)))
     found.append(("What else a run can show", _missing(runs)))
@@ -181,6 +182,14 @@ def _saves(runs: Sequence[Run]) -> Markup | None:
     ]
     note = tag("p", "Size: what the first rank wrote.", class_="note")
     return join(_table(head, rows), note)
+
+
+def _kept(run: Run) -> Markup | None:
+    found = kept_checkpoints(run)
+    if found is None:
+        return None
+    title, head, rows = found
+    return join(tag("h3", title), _table(head, rows))
 
 
 def _others(runs: Sequence[Run], prefixes: Sequence[str]) -> Markup | None:

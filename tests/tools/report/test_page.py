@@ -14,14 +14,18 @@ import pytest
 from PIL import Image
 
 from lightning_longctx.callbacks.router_picture import FULL
+from lightning_longctx.checkpoint.discovery import scan
+from lightning_longctx.checkpoint.filesystem import FileSystem
+from lightning_longctx.checkpoint.scores import write_score
 from lightning_longctx.cli import main
 from lightning_longctx.tools.report.curves import CHARTS
 from lightning_longctx.tools.report.html import tag
 from lightning_longctx.tools.report.page import page_of
 from lightning_longctx.tools.report.run import Run
 from lightning_longctx.tools.report.series import Series
+from tests.checkpoint.helpers import save, writer
 from tests.contracts.source import ROOT
-from tests.tools.report.helpers import STEPS, Page, write_metrics, write_run
+from tests.tools.report.helpers import CONFIGURATION, STEPS, Page, write_metrics, write_run
 
 
 def report(*words: str | Path, code: int = 0) -> Page:
@@ -157,6 +161,23 @@ def test_a_loss_that_is_no_number_is_a_finding(capsys: pytest.CaptureFixture[str
     assert "last number 2" in page.facts()["Training loss"]
     content = json.loads(Path("run.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     assert content["runs"][0]["facts"]["train_loss"] is None
+
+
+def test_checkpoints_of_the_folder_are_listed() -> None:
+    folder = Path("work/kept")
+    checkpoints = writer(folder, keep=9)
+    for step in (5, 10):
+        save(checkpoints, step)
+    names = {found.commit.step: found.path.name for found in scan(folder) if found.commit is not None}
+    write_score(FileSystem(), folder, names[5], 2.5)
+    write_score(FileSystem(), folder, names[10], 3.5)
+    path = write_run(Path("work/runs/version_0"))
+    told = "  - {class_path: lightning_longctx.AsyncDCPCheckpoint, init_args: {dirpath: kept}}\nmodel:"
+    (path / "config.yaml").write_text(CONFIGURATION.replace("model:", told, 1))
+    rows = [one.text for one in report(path).all("tr") if one.text.startswith("step-")]
+    assert [row.startswith(names[step]) for row, step in zip(rows, (10, 5), strict=True)] == [True, True]
+    assert re.fullmatch(rf"{names[5]}5weights \+ optimizer[\d.]+ k?B2.5best", rows[1])
+    assert rows[0].endswith("3.5")
 
 
 def test_several_runs_are_compared() -> None:
