@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["TokenCount", "check_whole", "parse_token_count"]
+__all__ = ["TokenCount", "TokenCountLike", "check_whole", "parse_token_count"]
 
 if TYPE_CHECKING:
     TokenCount: TypeAlias = int
+    TokenCountLike: TypeAlias = int | float | str
 else:
 
     class TokenCount(int):
         """A number of tokens in a signature: ``max_seq_len: TokenCount``.
 
         The command line and YAML accept such a parameter in the forms of :func:`parse_token_count` and echo it as the
-        integer. It is an alias of int for type checkers, since that is what a constructor receives and what Python
-        callers pass; a class of its own at run time, so that the command line can tell it from other integers.
+        integer. It is an alias of int for type checkers, for what is stored; ``TokenCountLike`` is the same for what
+        a caller in Python may pass, strings too. A class of its own at run time, so that the command line can tell it
+        from other integers.
         """
+
+    TokenCountLike = TokenCount
 
 
 # Binary, because context lengths are powers of two: 512K is 524,288 tokens.

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_longctx.callbacks.step_sums import count_source_tokens, count_step_targets
 from lightning_longctx.callbacks.step_tally import TallyMember, TokensSeen
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.units import TokenCount, parse_token_count
+from lightning_longctx.units import TokenCountLike, parse_token_count
 
 __all__ = ["MaxTokens"]
 
@@ -47,7 +47,7 @@ class MaxTokens(Callback):
         10000000000
     """
 
-    def __init__(self, source: TokenCount | None = None, target: TokenCount | None = None) -> None:
+    def __init__(self, source: TokenCountLike | None = None, target: TokenCountLike | None = None) -> None:
         super().__init__()
         if source is None and target is None:
             fix = "Write `MaxTokens(target=2e10)`, or leave the callback out."

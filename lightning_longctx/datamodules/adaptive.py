@@ -14,7 +14,7 @@ from typing import Any
 from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.selection import Budget, PoolView, Selection, best_row
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.units import TokenCount
+from lightning_longctx.units import TokenCountLike, parse_token_count
 
 __all__ = ["AdaptiveBufferPolicy", "PoolDepth"]
 
@@ -121,7 +121,7 @@ class AdaptiveBufferPolicy(BufferPolicy):
         fill_target: float = 0.998,
         first_fill_target: float = 0.985,
         max_wait: int = 32,
-        max_pool_tokens: TokenCount | None = None,
+        max_pool_tokens: TokenCountLike | None = None,
         max_pool_documents: int = 4096,
         max_pool_bytes: int = 2**30,
     ) -> None:
@@ -130,13 +130,14 @@ class AdaptiveBufferPolicy(BufferPolicy):
                 fix = "Write a part of the window, such as 0.998."
                 raise ConfigurationError(f"buffer_policy.{name}", "must be above 0 and at most 1", value, fix)
         limits = {"max_wait": max_wait, "max_pool_documents": max_pool_documents, "max_pool_bytes": max_pool_bytes}
-        for name, limit in {**limits, "max_pool_tokens": max_pool_tokens or 1}.items():
+        for name, limit in limits.items():
             if limit < 1:
                 raise ConfigurationError(f"buffer_policy.{name}", "must be at least 1", limit, "Leave it out.")
         self.fill_target = fill_target
         self.first_fill_target = first_fill_target
         self.max_wait = max_wait
-        self.max_pool_tokens = max_pool_tokens
+        field = "buffer_policy.max_pool_tokens"
+        self.max_pool_tokens = None if max_pool_tokens is None else parse_token_count(max_pool_tokens, field)
         self.max_pool_documents = max_pool_documents
         self.max_pool_bytes = max_pool_bytes
         self._depth = PoolDepth()

@@ -37,7 +37,7 @@ from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer,
 from lightning_longctx.datamodules.trainer_settings import TrainerSettings, model_vocabulary, warn_of_cut_epoch
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
-from lightning_longctx.units import TokenCount, parse_token_count
+from lightning_longctx.units import TokenCountLike, parse_token_count
 
 __all__ = ["DynamicBatchingDataModule"]
 
@@ -87,9 +87,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         sources: dict[str, str | SourceSettings | Any],
         validation_sources: dict[str, str | SourceSettings | Any] | None = None,
         tokenizer: str | Tokenize = "bytes",
-        max_seq_len: TokenCount = 4096,
+        max_seq_len: TokenCountLike = 4096,
         micro_batch_size: int = 1,
-        global_batch_tokens: TokenCount | None = None,
+        global_batch_tokens: TokenCountLike | None = None,
         buffer_policy: str | BufferPolicy = "adaptive",
         packing: PackingSettings = _DEFAULT_PACKING,
         loading: LoadingSettings = _DEFAULT_LOADING,

@@ -13,7 +13,7 @@ from lightning_longctx.datamodules.pool import Candidate, DocumentPool
 from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.settings import MAX_DOCS_PER_PACK
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.units import TokenCount, parse_token_count
+from lightning_longctx.units import TokenCountLike, parse_token_count
 
 __all__ = ["PackingReport", "simulate_packing"]
 
@@ -49,7 +49,7 @@ def simulate_packing(
     lengths: Iterable[int],
     policy: str | BufferPolicy = "adaptive",
     *,
-    max_tokens_per_batch: TokenCount,
+    max_tokens_per_batch: TokenCountLike,
     micro_batches: int | None = None,
 ) -> PackingReport:
     """Run a policy on the lengths of a stream of documents.

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -39,25 +46,47 @@ _SHARDED_WITH = "_longctx_sharded_with"
 # Settings of the Trainer that change how ranks meet.
 _TRAINER_SETTINGS = ("precision", "max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
 
+# Callbacks of Lightning that would fail in the middle of a run, hang it, or tell something wrong: rule and remedy.
+_REFUSED_CALLBACKS: tuple[tuple[tuple[type[Callback], ...], str, str], ...] = (
+    (
+        (StochasticWeightAveraging, WeightAveraging),
+        "must not copy the module: FSDP2 modules cannot be deep-copied, and no rank could hold the copy",
+        "Leave it out, and average saved checkpoints after the run.",
+    ),
+    (
+        (ModelPruning,),
+        "must not mask parameters one by one: each rank holds a shard of them",
+        "Leave it out, and prune the exported model.",
+    ),
+    (
+        (OnExceptionCheckpoint,),
+        "must not save when one rank fails: a save of shards would wait for the others, which wait for this one",
+        "Use AsyncDCPCheckpoint: the last complete checkpoint is found, whatever ended the run.",
+    ),
+    (
+        (ThroughputMonitor,),
+        "must not take the rows of one rank for those of all, nor the peak of float32 for that of bfloat16",
+        "Use TrainingMetrics, which counts the tokens and operations of all ranks.",
+    ),
+)
 
-def check_callbacks(callbacks: Iterable[Callback], strategy: Strategy) -> None:
+
+def check_callbacks(callbacks: list[Callback], strategy: Strategy) -> None:
     """Refuse callbacks that cannot work on sharded modules, and ask the others.
 
     Args:
-        callbacks: the Trainer's. One with a method ``check_strategy(strategy)`` is asked.
+        callbacks: the Trainer's own list, from which a refused one is taken: one that saves on exceptions would answer
+            its refusal with a save. One with a method ``check_strategy(strategy)`` is asked.
         strategy: the running one.
 
     Raises:
-        ConfigurationError: a callback that copies the whole module, or one that refuses the strategy.
+        ConfigurationError: a callback of Lightning that cannot be right on shards, or one that refuses the strategy.
     """
-    for callback in callbacks:
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            raise ConfigurationError(
-                "trainer.callbacks",
-                "must not copy the module: FSDP2 modules cannot be deep-copied, and no rank could hold the copy",
-                type(callback).__name__,
-                "Leave it out, and average saved checkpoints after the run.",
-            )
+    for callback in list(callbacks):
+        for kinds, rule, fix in _REFUSED_CALLBACKS:
+            if isinstance(callback, kinds):
+                callbacks.remove(callback)
+                raise ConfigurationError("trainer.callbacks", rule, type(callback).__name__, fix)
         check = getattr(callback, "check_strategy", None)
         if callable(check):
             check(strategy)

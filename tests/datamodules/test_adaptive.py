@@ -64,6 +64,7 @@ def test_no_document_waits_for_ever() -> None:
 
 def test_the_pool_stops_at_its_cap_and_loses_nothing() -> None:
     policy = AdaptiveBufferPolicy(max_pool_tokens=5000)
+    assert AdaptiveBufferPolicy(max_pool_tokens="64K").max_pool_tokens == 65536
     lengths = np.random.default_rng(0).integers(501, 900, 300).tolist()
     report = simulate_packing(lengths, policy, max_tokens_per_batch=1000)
     assert report.peak_pool_tokens <= 5000 + 900

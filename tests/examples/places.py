@@ -42,14 +42,19 @@ _QWEN3: dict[str, Any] = {
 }
 LARGE: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {**_LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336},
-    "Llama-3.2-1B": {
-        **_LLAMA,
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "head_dim": 64,
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
         "tie_word_embeddings": True,
-        "rope_scaling": {**_LLAMA["rope_scaling"], "factor": 32.0},
+        "use_sliding_window": False,
     },
     "Qwen3-8B": {
         **_QWEN3,
@@ -72,7 +77,7 @@ LARGE: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
-_TINY = {"llama": "tiny-llama", "qwen3": "tiny-qwen3", "qwen3_moe": "tiny-qwen3-moe"}
+_TINY = {"llama": "tiny-llama", "qwen2": "tiny-qwen3", "qwen3": "tiny-qwen3", "qwen3_moe": "tiny-qwen3-moe"}
 
 
 def write_shapes(folder: Path) -> None:
@@ -87,11 +92,10 @@ def write_tiny_models(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = chat_templates.tokenizer(chat_templates.PLAIN_CHATML)
     for name, config in LARGE.items():
-        preset = dict(PRESETS[_TINY[config["model_type"]]])
+        preset = PRESETS[_TINY[config["model_type"]]]
         # As few positions as the large one: a recipe that forgot to raise them must fail here too.
-        tiny = transformers.AutoConfig.for_model(
-            preset.pop("model_type"), **{**preset, "max_position_embeddings": config["max_position_embeddings"]}
-        )
+        same = {key: config[key] for key in ("model_type", "max_position_embeddings")}
+        tiny = transformers.AutoConfig.for_model(**{**preset, **same})
         transformers.AutoModelForCausalLM.from_config(tiny).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 

@@ -9,7 +9,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    Checkpoint,
+    EMAWeightAveraging,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    ThroughputMonitor,
+    WeightAveraging,
+)
 
 from lightning_longctx import ConfigurationError, DynamicBatchingDataModule, ExactTokenMean, LongContextFSDPStrategy
 from lightning_longctx.strategies.agreement import check_equal_facts, package_versions, stable_text
@@ -27,7 +36,7 @@ def two_devices(*callbacks: Callback, **settings) -> pl.Trainer:
         callbacks=list(callbacks),
         max_steps=2,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -49,6 +58,9 @@ def no_process(monkeypatch):
         (StochasticWeightAveraging(swa_lrs=0.1), "must not copy the module.*StochasticWeightAveraging"),
         (WeightAveraging(), "must not copy the module.*WeightAveraging"),
         (EMAWeightAveraging(), "must not copy the module.*EMAWeightAveraging"),
+        (ModelPruning("l1_unstructured"), "must not mask parameters one by one.*prune the exported model"),
+        (OnExceptionCheckpoint("."), "must not save when one rank fails.*Use AsyncDCPCheckpoint"),
+        (ThroughputMonitor(lambda batch: 1), "must not take the rows of one rank.*Use TrainingMetrics"),
         (ExactTokenMean(), "applies the exact token mean by itself"),
     ],
     ids=lambda value: type(value).__name__,
