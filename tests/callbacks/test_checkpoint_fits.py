@@ -288,11 +288,11 @@ def test_a_monitored_metric_that_is_not_logged_is_told_once() -> None:
 def test_what_is_no_number_is_never_best() -> None:
     class Broken(Plain):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val/loss", torch.tensor(float("nan") if self.global_step > 2 else 0.5))
+            self.log("val/loss", torch.tensor({2: float("nan"), 4: 0.5, 6: 0.7}[self.global_step]))
 
     saving = AsyncDCPCheckpoint("c", monitor="val/loss")
-    trainer(saving, max_steps=4, val_check_interval=2, num_sanity_val_steps=0).fit(Broken(), loader(), loader())
-    assert Path(saving.best_model_path).name.startswith("step-00000002")
+    trainer(saving, max_steps=6, val_check_interval=2, num_sanity_val_steps=0).fit(Broken(), loader(), loader())
+    assert Path(saving.best_model_path).name.startswith("step-00000004")
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
