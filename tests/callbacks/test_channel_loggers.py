@@ -67,6 +67,48 @@ def test_several_loggers_get_the_same(tmp_path: Path) -> None:
     assert "val_channel_loss/code" in first
 
 
+MLFLOW_RUN = """
+import json, sys
+from lightning.pytorch.loggers import MLFlowLogger
+from lightning_longctx.callbacks import MoERouterHeatmap
+from tests.callbacks.moe import MoEModule
+from tests.callbacks.test_channel_loggers import train
+from tests.callbacks.test_moe_router_heatmap import BATCHES
+from tests.callbacks.toy import run_fit
+logger = MLFlowLogger(tracking_uri="file:" + sys.argv[1] + "/runs", save_dir=sys.argv[1])
+train(logger)
+run_fit([MoERouterHeatmap(6)], MoEModule(), BATCHES, logger=logger, default_root_dir=sys.argv[1])
+client, found = logger.experiment, {}
+for key in client.get_run(logger.run_id).data.metrics:
+    for metric in client.get_metric_history(logger.run_id, key) if "channel" in key or "moe/" in key else ():
+        found.setdefault(metric.step, {})[key] = metric.value
+print("FOUND", json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_mlflow(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    lines = run_alone(MLFLOW_RUN, tmp_path, {"MLFLOW_ALLOW_FILE_STORE": "true"}).splitlines()
+    rows = json.loads(next(line.removeprefix("FOUND ") for line in lines if line.startswith("FOUND ")))
+    found = {int(step): {key: value for key, value in row.items() if "channel" in key} for step, row in rows.items()}
+    assert {step: row for step, row in found.items() if row} == {
+        step: pytest.approx(values, rel=1e-6) for step, values in expected().items()
+    }
+    assert [step for step, row in rows.items() if "moe/max_vio" in row] == ["5", "11"]
+    pictures = [path.parent.name for path in tmp_path.rglob("artifacts/**/*.png")]
+    assert sorted(pictures) == ["expert_load", "expert_load", "expert_load_over_time"]
+
+
+def run_alone(script: str, folder: Path, environment: dict[str, str]) -> str:
+    """Run a script in a process of its own: some loggers start services that outlive a run. Returns what it prints."""
+    command = [sys.executable, "-c", script, str(folder)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 WANDB_RUN = """
 import sys
 from pathlib import Path
@@ -81,13 +123,7 @@ logger.experiment.finish()
 @pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    # In a process of its own: it starts a service that outlives the run.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    command = [sys.executable, "-c", WANDB_RUN, str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=150
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_alone(WANDB_RUN, tmp_path, {"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
     found = read_wandb(next(tmp_path.rglob("*.wandb")))
     assert found == {step: pytest.approx(values, rel=1e-6) for step, values in expected().items()}
     assert list(tmp_path.rglob("channel_loss.png"))
