@@ -21,7 +21,7 @@ from lightning_longctx.callbacks.router_counts import RouterCounts, SiteCounts
 from lightning_longctx.callbacks.router_decisions import Extract
 from lightning_longctx.callbacks.router_history import RouterHistory, StarvedExperts
 from lightning_longctx.callbacks.router_metrics import RouterLoad
-from lightning_longctx.callbacks.router_output import publish_history, publish_window
+from lightning_longctx.callbacks.router_output import publish_history, publish_window, run_folder
 from lightning_longctx.callbacks.router_sites import find_sites
 from lightning_longctx.callbacks.run_metrics import logger_step
 from lightning_longctx.errors import ConfigurationError
@@ -112,6 +112,8 @@ class MoERouterHeatmap(Callback):
         self._paths: list[str] = []
         self._labels: tuple[str, ...] = ()
         self._directory = Path()
+        self._own_folder: Path | None = None
+        self._resumed = False
         self._first_step: int | None = None  # first step of the window; None before its first batch
         self._last_step = 0
         self._history = RouterHistory(())
@@ -158,7 +160,7 @@ class MoERouterHeatmap(Callback):
         self._counts = RouterCounts(sites, trainer.strategy.root_device, self.extract)
         self._history = RouterHistory(self._labels)
         self._starved = StarvedExperts(self.dead_after_windows, [site.num_experts for site in sites])
-        self._first_step = None
+        self._first_step, self._own_folder = None, None
         self._restore()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -205,7 +207,7 @@ class MoERouterHeatmap(Callback):
         if self._first_step is not None and self._last_step >= self._first_step:
             self._end_window(trainer)
         if self._history.windows and trainer.is_global_zero:
-            publish_history(self._history, self._directory, trainer.loggers, max(logger_step(trainer) - 1, 0))
+            publish_history(self._history, self._folder(), trainer.loggers, max(logger_step(trainer) - 1, 0))
             if not closing_of(trainer).is_open:
                 rank_zero_info("\n".join(self.closing_lines()))
 
@@ -219,7 +221,7 @@ class MoERouterHeatmap(Callback):
         if self.latest is None or not windows:
             return []
         worst = self.latest.metrics(full=False)["moe/max_vio"]
-        where = f"pictures of {windows} {'window' if windows == 1 else 'windows'} in {self._directory}"
+        where = f"pictures of {windows} {'window' if windows == 1 else 'windows'} in {self._folder()}"
         return [f"Expert load: {where}; the busiest expert had {1 + worst:.2f} times its share in the last one."]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -253,12 +255,19 @@ class MoERouterHeatmap(Callback):
             self._counts.detach()
             self._counts = None
 
+    def _folder(self) -> Path:
+        """Of this run; made when there is something to write."""
+        if self._own_folder is None:
+            self._own_folder = run_folder(self._directory, self._resumed)
+        return self._own_folder
+
     def _check_seen(self, silent: Sequence[str]) -> None:
         if silent:
             self._miss("must show their decisions", f"nothing from {', '.join(silent[:4])} ({len(silent)} in all)")
 
     def _restore(self) -> None:
         saved, self._to_restore = self._to_restore, None
+        self._resumed = saved is not None
         if saved is None:
             return
         assert self._counts is not None
@@ -301,7 +310,7 @@ class MoERouterHeatmap(Callback):
             step = logger_step(trainer)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
-            publish_window(load, self._directory, trainer.loggers, step)
+            publish_window(load, self._folder(), trainer.loggers, step)
 
     def _load(self, found: Sequence[SiteCounts], first_step: int) -> RouterLoad:
         assert self._counts is not None

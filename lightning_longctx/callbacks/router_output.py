@@ -14,23 +14,38 @@ from lightning_longctx.callbacks.router_history import RouterHistory
 from lightning_longctx.callbacks.router_metrics import RouterLoad
 from lightning_longctx.callbacks.router_picture import draw_heatmap, draw_history
 
-__all__ = ["publish_history", "publish_window"]
+__all__ = ["publish_history", "publish_window", "run_folder"]
 
-FOLDER = "moe_router"
+_FOLDER = "moe_router"
 _TABLE = "tokens_per_expert.csv"
 
 
-def publish_window(load: RouterLoad, directory: Path, loggers: Sequence[Any], step: int) -> None:
+def run_folder(directory: Path, resumed: bool) -> Path:
+    """Make the folder of a run: ``moe_router``, or ``moe_router_1`` and so on where other runs have theirs already.
+
+    Some loggers give all runs one directory, and the table of one run must not go on in that of another.
+
+    Args:
+        directory: log directory of the run.
+        resumed: whether the run goes on, so that the newest folder is its own.
+    """
+    folders = [directory / _FOLDER]
+    while folders[-1].exists():
+        folders.append(directory / f"{_FOLDER}_{len(folders)}")
+    folder = folders[-2] if resumed and len(folders) > 1 else folders[-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def publish_window(load: RouterLoad, folder: Path, loggers: Sequence[Any], step: int) -> None:
     """Write the picture and the table of a window, and give the picture to the loggers.
 
     Args:
         load: the window.
-        directory: log directory of the run.
+        folder: of the run: :func:`run_folder`.
         loggers: of the trainer.
         step: on the loggers' axis.
     """
-    folder = directory / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     picture = draw_heatmap(load)
     picture.save(folder / f"steps_{load.first_step:08d}-{load.last_step:08d}.png")
     _append_table(load, folder / _TABLE)
@@ -38,11 +53,9 @@ def publish_window(load: RouterLoad, directory: Path, loggers: Sequence[Any], st
         _give(logger, "moe/expert_load", picture, load.caption, step)
 
 
-def publish_history(history: RouterHistory, directory: Path, loggers: Sequence[Any], step: int) -> None:
+def publish_history(history: RouterHistory, folder: Path, loggers: Sequence[Any], step: int) -> None:
     """Write ``heatmap_over_time.png``: every window of the run, also of before a resume."""
     picture = draw_history(history)
-    folder = directory / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)  # a resumed run may have no window of its own
     picture.save(folder / "heatmap_over_time.png")
     caption = f"steps {history.first_step}-{history.steps[-1]}"
     for logger in loggers:

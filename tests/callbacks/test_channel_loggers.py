@@ -59,6 +59,15 @@ def test_several_loggers_get_the_same(tmp_path: Path) -> None:
     assert "val_channel_loss/code" in first
 
 
+def run_alone(script: str, folder: Path, environment: dict[str, str]) -> str:
+    """Run a script in a process of its own: some loggers start services that outlive a run. Returns what it prints."""
+    command = [sys.executable, "-c", script, str(folder)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 WANDB_RUN = """
 import sys
 from pathlib import Path
@@ -73,13 +82,7 @@ logger.experiment.finish()
 @pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    # In a process of its own: it starts a service that outlives the run.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    command = [sys.executable, "-c", WANDB_RUN, str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=150
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_alone(WANDB_RUN, tmp_path, {"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
     found, _ = read_wandb(next(tmp_path.rglob("*.wandb")))
     assert channels(found) == {step: pytest.approx(values, rel=1e-6) for step, values in expected().items()}
     assert list(tmp_path.rglob("channel_loss.png"))

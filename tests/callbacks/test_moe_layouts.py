@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
+from torch import Tensor
 
 from lightning_longctx import CausalLMModule, DynamicBatchingDataModule, LongContextFSDPStrategy
 from lightning_longctx.callbacks import MoERouterHeatmap
@@ -41,18 +44,45 @@ def _sliced(world: int, directory: str) -> list[list[int]]:
     return [counts.tolist() for counts in heatmap.latest.tokens]
 
 
-def _ours(world: int, sp: int, accumulate: int, directory: str) -> tuple[list[list[int]], dict[str, float]]:
-    heatmap = MoERouterHeatmap(100)
+class _Recount(Callback):
+    """Every decision once more, from the logits of the first forwards: top-k of the tokens that are not padding."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, Tensor] = {}
+        self._valid: Tensor | None = None
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        for path, part in module.named_modules():
+            if path.endswith("mlp.gate"):
+                part.register_forward_hook(partial(self._add, path))
+
+    def _add(self, path: str, gate: Any, args: Any, output: Any) -> None:
+        if self._valid is not None:
+            chosen = output[0].detach().float().topk(gate.top_k, dim=-1).indices[self._valid]
+            found = torch.bincount(chosen.flatten(), minlength=output[0].shape[-1])
+            self.counts[path] = self.counts.get(path, torch.zeros_like(found)) + found
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self._valid = batch["source_ids"].flatten() != -1
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._valid = None  # what runs from here on is a repetition
+
+
+def _ours(
+    world: int, sp: int, accumulate: int, directory: str, checkpointing: Any = "none"
+) -> tuple[list[list[int]], dict[str, float], list[list[int]]]:
+    heatmap, recounted = MoERouterHeatmap(100), _Recount()
     # One document a row, so that any layout takes the same rows, in groups of two rows a step.
     texts = [{"text": f"document {number} says " + "word " * (4 + number % 5)} for number in range(8)]
     data = DynamicBatchingDataModule(
         {"a": texts}, max_seq_len=64, packing={"dynamic": False, "pad_to_multiple_of": 8}, loading={"shuffle": False}
     )
     trainer = make_trainer(
-        [heatmap],
+        [heatmap, recounted],
         default_root_dir=directory,
         devices=world,
-        strategy=LongContextFSDPStrategy(sequence_parallel_size=sp),
+        strategy=LongContextFSDPStrategy(sequence_parallel_size=sp, activation_checkpointing=checkpointing),
         accumulate_grad_batches=accumulate,
         limit_val_batches=0,
     )
@@ -60,7 +90,8 @@ def _ours(world: int, sp: int, accumulate: int, directory: str) -> tuple[list[li
     trainer.fit(CausalLMModule(config="tiny-qwen3-moe", optimizer={"lr": 1e-12}, init_seed=1), datamodule=data)
     assert heatmap.latest is not None
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("moe/")}
-    return [counts.tolist() for counts in heatmap.latest.tokens], metrics
+    own = [counts.tolist() for counts in recounted.counts.values()]
+    return [counts.tolist() for counts in heatmap.latest.tokens], metrics, own
 
 
 def test_ddp_and_a_shared_row_count_what_one_process_counts(tmp_path: Path) -> None:
@@ -69,18 +100,40 @@ def test_ddp_and_a_shared_row_count_what_one_process_counts(tmp_path: Path) -> N
     assert run_ranks(_sliced, 2, 2, str(tmp_path / "sliced")) == [expected] * 2
 
 
+def _sum(counts: list[list[list[int]]]) -> list[list[int]]:
+    """Of all ranks."""
+    return torch.tensor(counts).sum(0).tolist()
+
+
 def test_every_layout_of_our_strategy_counts_the_same(tmp_path: Path) -> None:
     (alone,) = run_ranks(_ours, 1, 1, 1, 2, str(tmp_path / "one"))
     assert sum(map(sum, alone[0])) > 0
+    assert alone[0] == alone[2]
     assert alone[1]["moe/padding_share"] > 0
     for world, sp, accumulate in ((2, 1, 1), (2, 2, 2), (4, 2, 1)):
         directory = tmp_path / f"{world}-{sp}"
-        for counts, metrics in run_ranks(_ours, world, world, sp, accumulate, str(directory)):
+        results = run_ranks(_ours, world, world, sp, accumulate, str(directory))
+        for counts, metrics, _ in results:
             assert counts == alone[0]
             assert metrics == pytest.approx(alone[1])
+        assert _sum([own for _, _, own in results]) == alone[0]
         # Only one rank writes.
         with next(directory.rglob("tokens_per_expert.csv")).open() as file:
             assert sum(int(row["tokens"]) for row in csv.DictReader(file)) == sum(map(sum, alone[0]))
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "every_n", "selective"])
+@pytest.mark.parametrize(("world", "sp"), [(1, 1), (2, 1), (2, 2), (4, 2)], ids=["one", "dp 2", "sp 2", "dp 2 sp 2"])
+def test_checkpointing_in_every_layout_counts_each_decision_once(
+    world: int, sp: int, checkpointing: str, tmp_path: Path
+) -> None:
+    for accumulate in (1, 2):
+        results = run_ranks(_ours, world, world, sp, accumulate, str(tmp_path / str(accumulate)), checkpointing)
+        expected = _sum([own for _, _, own in results])
+        assert sum(map(sum, expected)) > 0
+        for counts, metrics, _ in results:
+            assert counts == expected
+            assert metrics["moe/padding_share"] > 0
 
 
 def _starved(world: int, directory: str) -> list[list[int]]:

@@ -211,6 +211,17 @@ def test_it_works_without_a_logger(tmp_path: Path) -> None:
     assert list(table(tmp_path)) == [(1, 6), (7, 12)]
 
 
+def test_runs_that_share_a_directory_have_a_table_each_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    """Without a logger, and with those of W&B and MLflow, all runs have one directory."""
+    settings: Any = {"batches": BATCHES[:6], "logger": False, "max_epochs": 2}
+    fit(MoERouterHeatmap(2), tmp_path, max_steps=4, callbacks=[_Save(4, tmp_path / "four.ckpt")], **settings)
+    fit(MoERouterHeatmap(3), tmp_path, max_steps=6, **settings)
+    assert list(table(tmp_path / "moe_router")) == [(1, 2), (3, 4)]
+    assert list(table(tmp_path / "moe_router_1")) == [(1, 3), (4, 6)]
+    fit(MoERouterHeatmap(3), tmp_path, max_steps=6, ckpt_path=tmp_path / "four.ckpt", **settings)
+    assert list(table(tmp_path / "moe_router_1")) == [(1, 3), (4, 6), (5, 6)]
+
+
 class _PausedAt(Callback):
     def __init__(self, heatmap: MoERouterHeatmap) -> None:
         self.heatmap = heatmap
