@@ -105,6 +105,15 @@ def test_each_script_and_each_picture_is_used() -> None:
     assert {name for name in pictures if f"images/{name}" not in text} == set()
 
 
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_what_a_page_names_in_the_repository_is_there(page: str) -> None:
+    """Files are named as code, since the site has pages only; a link out of ``docs/`` would lead nowhere on it."""
+    text = (DOCS / page).read_text()
+    named = re.findall(r"`((?:tests|benchmarks|examples|docs)/[\w./]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert re.findall(r"\]\(\.\./[^)]*\)", text) == []
+
+
 # -- the picture of the architecture ---------------------------------------------------------------------------------
 
 

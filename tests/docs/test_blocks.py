@@ -56,11 +56,13 @@ def test_blocks_are_found() -> None:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[f"{block.page}:{block.line}" for block in BLOCKS])
 def test_each_block_says_what_it_is(block: Block) -> None:
-    """A block that is Python or YAML and does not say so would never run."""
+    """A block that is Python, YAML or a command and does not say so would never be tested."""
     assert block.language in LANGUAGES
     if block.language in {"", "text"}:
         assert not re.search(r"^(from \S+ import|import \S+|def |class |>>> )", block.text, re.MULTILINE), "Python"
         assert not set(re.findall(r"^(\w+):(?: |$)", block.text, re.MULTILINE)) & SECTIONS or block.name in FOREIGN
+        commands = [line for line in block.text.splitlines() if line.startswith("longctx ") and "error:" not in line]
+        assert all("|" in line or "[" in line or " DIR" in line for line in commands), "usage, or else a command"
 
 
 def test_lists_name_blocks_that_exist() -> None:
