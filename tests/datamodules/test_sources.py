@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from lightning_longctx.datamodules.sources import IndexableSource, SequenceSourc
 from lightning_longctx.datamodules.text_files import TextFilesSource
 from lightning_longctx.datamodules.tokenizers import bytes_tokenizer
 from lightning_longctx.errors import ConfigurationError, DataError
-from tests.contracts.source import ROOT
 from tests.datamodules.helpers import Stream, compress
 from tests.helpers.pool import run_ranks
 
@@ -157,16 +155,6 @@ def test_errors_of_validation_sources_name_them() -> None:
     assert error is not None
     assert (error.field, error.rule) == ("data.validation_sources.web", "must have a text under 'text'")
     assert "a.jsonl:1" in str(error)
-
-
-def test_the_page_names_every_option_of_a_source() -> None:
-    page = (ROOT / "docs" / "data_module.md").read_text()
-    table = page.split("## Options of a source", 1)[1].split("##", 1)[0]
-    rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in table.splitlines() if line[:3] == "| `"}
-    defaults = {f"`{entry.name}`": entry.default for entry in fields(SourceSettings)}
-    assert list(rows) == list(defaults)
-    for name, default in defaults.items():
-        assert rows[name] == {None: "none"}.get(default, f"`{default:g}`" if default == 1.0 else f"`{default}`"), name
 
 
 def test_sequences_are_indexable_and_iterables_are_streams() -> None:
