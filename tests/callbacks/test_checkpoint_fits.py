@@ -290,7 +290,7 @@ def test_what_is_no_number_is_never_best() -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val/loss", torch.tensor({2: float("nan"), 4: 0.5, 6: 0.7}[self.global_step]))
 
-    saving = AsyncDCPCheckpoint("c", monitor="val/loss")
+    saving = AsyncDCPCheckpoint("c", monitor="val/loss", keep_last=9)
     trainer(saving, max_steps=6, val_check_interval=2, num_sanity_val_steps=0).fit(Broken(), loader(), loader())
     assert Path(saving.best_model_path).name.startswith("step-00000004")
 
