@@ -115,7 +115,8 @@ def _check_command(words: list[str]) -> None:
     assert words[0] in {*COMMANDS, *TOOLS, "--version", "--help"}, words[0]
     missing = [word for word in words[1:] if word.startswith("examples/") and not (ROOT / word).exists()]
     assert missing == []
-    page = (DOCS / f"{words[0]}.md").read_text() if words[0] in TOOLS else None
+    own = DOCS / f"{words[0]}.md"
+    page = (own if own.exists() else DOCS / "command_line.md").read_text() if words[0] in TOOLS else None
     flags = [word.partition("=")[0] for word in words[1:] if word.startswith("--") and "." not in word]
     known = {"--config", "--print_config", "--print_layout", "--help", "--ckpt_path"}
     assert [flag for flag in flags if flag not in known and not (page and f"{flag}" in page)] == []
