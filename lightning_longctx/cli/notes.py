@@ -6,7 +6,6 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_longctx.cli.tools import TOOLS
 from lightning_longctx.tools.doctor.options import FOLDER
 from lightning_longctx.tools.doctor.report import REPORT, model_name, parity_line
 
@@ -36,6 +35,6 @@ class ClosingNotes(Callback):
             command = f"longctx doctor --config {self._folder}/config.yaml"
             lines.append(f"Doctor: not run yet; `{command}` compares every layout with a plain reference.")
         if names:
-            page = f"; `longctx report {self._folder}` makes a page of them" if "report" in TOOLS else ""
+            page = f"; `longctx report {self._folder}` makes a page of them" if "metrics.csv" in names else ""
             lines.append(f"Files: {', '.join(names)} in {self._folder}{page}")
         return lines

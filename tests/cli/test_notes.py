@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lightning_longctx.cli import notes
 from lightning_longctx.cli.notes import ClosingNotes
 from lightning_longctx.tools.doctor.compare import Finding
 from lightning_longctx.tools.doctor.report import DoctorReport, parity_line
@@ -70,7 +67,8 @@ def test_files_and_the_way_to_the_doctor() -> None:
     found.on_train_start(_Trainer(), _Module())  # type: ignore[arg-type]
     doctor, files = found.closing_lines()
     assert "`longctx doctor --config runs/version_0/config.yaml`" in doctor
-    assert files == "Files: config.yaml, metrics.csv in runs/version_0"
+    page = "`longctx report runs/version_0` makes a page of them"
+    assert files == f"Files: config.yaml, metrics.csv in runs/version_0; {page}"
     write(Path("runs/doctor/doctor.json"), [finding("gradients", 1e-7)])
     assert found.closing_lines() == [parity_line(Path("runs/doctor/doctor.json"), "tiny"), files]
 
@@ -82,15 +80,6 @@ def test_a_run_of_one_process_is_not_sent_to_the_doctor() -> None:
     (Path(_Trainer.log_dir) / "config.yaml").touch()
     found.on_train_start(trainer, _Module())  # type: ignore[arg-type]
     assert found.closing_lines() == ["Files: config.yaml in runs/version_0"]
-
-
-def test_the_page_of_the_run_is_named_where_there_is_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ClosingNotes()
-    Path(_Trainer.log_dir).mkdir(parents=True)
-    (Path(_Trainer.log_dir) / "metrics.csv").touch()
-    found.on_train_start(_Trainer(), _Module())  # type: ignore[arg-type]
-    monkeypatch.setattr(notes, "TOOLS", {"report": ("", "")})
-    assert found.closing_lines()[-1].endswith("in runs/version_0; `longctx report runs/version_0` makes a page of them")
 
 
 def test_every_run_of_the_command_line_has_them_and_no_configuration_shows_it() -> None:
