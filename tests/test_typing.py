@@ -7,6 +7,7 @@ environment, as the wheel does it, and mypy is asked about that environment and 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -98,7 +99,8 @@ def _strict(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT)
     python = site.parents[2] / "bin" / "python"
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), "script.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=800)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=800)
 
 
 @pytest.mark.slow

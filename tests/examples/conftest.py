@@ -1,4 +1,4 @@
-"""Settings of the tests of examples: what the command line changes must not reach other tests."""
+"""Settings of the tests of examples: a plan reads its recipe as the command line does, in this process."""
 
 from __future__ import annotations
 
