@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from lightning_longctx import ChannelLoss, LongContextFSDPStrategy
 from lightning_longctx.callbacks import ChannelOptions, ExactTokenMean, TrainingMetrics
 from lightning_longctx.errors import BatchContractError
 from tests.callbacks.channels import BATCHES, NAMES, Doc, channel_rows, expected_metrics, loader, row
 from tests.callbacks.test_distributed import _SlicedRow
+from tests.callbacks.test_loss_hook import Bare, batch, by_row, hooked, model
 from tests.callbacks.toy import ToyLM, make_trainer
 from tests.helpers.pool import RankError, run_ranks
 from tests.strategies.own_model import OwnModule
@@ -266,3 +270,50 @@ def _collectives() -> list[list[list[str]]]:
 def test_one_all_reduce_for_a_log_and_none_without() -> None:
     for found in run_ranks(_collectives, 2):
         assert found == [[[], ["all_reduce"], [], ["all_reduce"]]] * 2
+
+
+PADDED = [(seed, (seed % 2, 0, 1)) for seed in range(4)]  # two steps of two ranks: seed, and the source of each row
+
+
+class _Sharded(Bare):
+    """Its own loss alone; FSDP2 as one writes it for Lightning's strategy."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for block in self.network.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+def _hooked_fit(kind: str) -> list[tuple[int, dict[str, float]]]:
+    strategies: dict[str, Any] = {
+        "ddp": lambda: "ddp",
+        "FSDP2": lambda: ModelParallelStrategy(2, 1),
+        "ours": LongContextFSDPStrategy,
+    }
+    settings = {"devices": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
+    trainer = make_trainer([hooked()], strategy=strategies[kind](), **settings)
+    rows = loader([batch(*one) for one in PADDED[_rank() :: 2]])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*mean of means")  # which is what such a module has
+        trainer.fit((_Sharded if kind == "FSDP2" else Bare)(model()), rows, rows)
+    return channel_rows(trainer.logger)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "FSDP2", "ours"])
+def test_a_module_that_returns_only_a_loss_is_watched_over_all_ranks(kind: str) -> None:
+    found, _ = run_ranks(_hooked_fit, 2, kind)
+    network = model()
+    assert len(found) == 2
+    for number, (_, logged) in enumerate(found):
+        sums, counts = [0.0, 0.0], [0, 0]
+        for data in (batch(*one) for one in PADDED[2 * number : 2 * number + 2]):
+            for source, total, count in zip(data["dataset_id"].tolist(), *by_row(network, data), strict=True):
+                sums[source] += total
+                counts[source] += count
+        for source, name in enumerate(("code", "web")):
+            assert logged[f"channel_tokens/{name}"] == counts[source] > 0
+            assert logged[f"channel_loss/{name}"] == pytest.approx(sums[source] / counts[source], rel=1e-6)
