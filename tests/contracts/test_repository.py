@@ -20,6 +20,11 @@ FOREIGN = [
     r"pypi\.org",
     r"pythonhosted\.org",
 ]
+#: What stands at the top. A run from here leaves its own beside it (logs, checkpoints), which `git add` takes along.
+TOP = {
+    *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "STYLE.md", "benchmarks"),
+    *("constraints.txt", "docs", "examples", "lightning_longctx", "mkdocs.yml", "pyproject.toml", "tests"),
+}
 #: Distribution names that differ from the module they hold.
 DISTRIBUTION = {"PIL": "pillow", "yaml": "PyYAML"}
 
@@ -76,6 +81,10 @@ def test_no_file_speaks_of_one_machine() -> None:
 )
 def test_foreign_words_are_found(text: str, count: int) -> None:
     assert len(foreign_words(text)) == count
+
+
+def test_no_run_left_anything() -> None:
+    assert {file.relative_to(ROOT).parts[0] for file in _files()} == TOP
 
 
 def test_files_are_small() -> None:
