@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.examples.runs import EXAMPLES, LIMIT, column, start
-from tests.strategies.test_nodes import free_port
+from tests.helpers.pool import free_port
 
 LAUNCH = EXAMPLES / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))

@@ -7,7 +7,6 @@ both, so every exchange crosses.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.pool import run_ranks
+from tests.helpers.pool import free_port, run_ranks
 from tests.strategies.test_sharding_run import train
 
 REPOSITORY = Path(__file__).parents[2]
@@ -68,12 +67,6 @@ def start(launcher: str, node: int, port: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.distributed
