@@ -19,7 +19,8 @@ from lightning_longctx.tools.plan.command import plan
 from lightning_longctx.tools.plan.options import read_options
 from lightning_longctx.tools.plan.reading import read_run
 from lightning_longctx.tools.plan.report import PlanReport
-from lightning_longctx.tools.plan.search import GIB, Planner, combine, last_of_each, with_margin
+from lightning_longctx.tools.plan.search import Planner, combine, last_of_each, with_margin
+from lightning_longctx.units import GIB
 
 LENGTHS = ("32K", "128K", "512K", "1M")
 DEVICE_GIB = 80

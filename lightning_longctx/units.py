@@ -1,4 +1,4 @@
-"""Numbers in settings: whole ones, and tokens as people write them: ``4096``, ``512K``, ``1M``, ``2e10``."""
+"""Numbers in settings: whole ones, bytes, and tokens as people write them: ``4096``, ``512K``, ``1M``, ``2e10``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["TokenCount", "TokenCountLike", "check_whole", "parse_token_count"]
+__all__ = ["GIB", "MIB", "TokenCount", "TokenCountLike", "check_whole", "parse_token_count"]
 
 if TYPE_CHECKING:
     TokenCount: TypeAlias = int
@@ -24,6 +24,10 @@ else:
 
     TokenCountLike = TokenCount
 
+
+#: Bytes.
+MIB = 2**20
+GIB = 2**30
 
 # Binary, because context lengths are powers of two: 512K is 524,288 tokens.
 _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}

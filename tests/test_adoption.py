@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import csv
 import difflib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.contracts.source import ROOT
+from tests.helpers.processes import run_python
 
 SCRIPT = """\
 import torch
@@ -189,13 +186,9 @@ def run(script: str, config: str, folder: Path) -> list[dict[str, str]]:
     (folder / "texts").mkdir()
     for number in range(8):
         (folder / f"texts/{number}.txt").write_text(f"document {number} " * 60)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "main.py", "fit", "--config", "config.yaml"]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=170
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "`max_steps=2` reached" in done.stderr
+    code, _, err = run_python(["main.py", "fit", "--config", "config.yaml"], folder, limit=170)
+    assert code == 0, err[-3000:]
+    assert "`max_steps=2` reached" in err
     with (folder / "logs/version_0/metrics.csv").open() as file:
         return list(csv.DictReader(file))
 

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.contracts.source import ROOT
+from tests.helpers.scripts import load_script
 
 README = (ROOT / "README.md").read_text()
 
 
-def _extractor() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("readme_commands", ROOT / ".ci" / "readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_commands_install_with_the_tested_versions() -> None:
-    commands = _extractor().commands()
+    commands = load_script(".ci/readme.py").commands()
     for command in commands.values():
         assert command.startswith("pip install -c constraints.txt -e ")
         assert "\n" not in command, "one line each"
@@ -59,7 +49,7 @@ def test_the_training_command_learns(tmp_path: Path) -> None:
     if longctx is None:
         pytest.skip("the package is not installed in this environment")
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    command = _extractor().commands()["train"].partition("&&")[2].split()
+    command = load_script(".ci/readme.py").commands()["train"].partition("&&")[2].split()
     assert command[0] == "longctx"
     subprocess.run([longctx, *command[1:]], cwd=tmp_path, check=True, timeout=800, stdin=subprocess.DEVNULL)
     (metrics,) = (tmp_path / "runs").rglob("metrics.csv")

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
 from lightning_longctx.topology import Topology
+from lightning_longctx.units import GIB
 
 __all__ = ["data_metrics", "log_evaluated", "logger_step", "percentile", "slowest_rank_metrics"]
-
-_GIB = 2**30
 
 
 def data_metrics(datamodule: Any) -> dict[str, float]:
@@ -51,7 +50,7 @@ def slowest_rank_metrics(trainer: Any, topology: Topology) -> dict[str, float]:
     if waits_of is None and memory_of is None:
         return {}
     waits = [] if waits_of is None else waits_of()
-    memory = 0.0 if memory_of is None else memory_of(device) / _GIB
+    memory = 0.0 if memory_of is None else memory_of(device) / GIB
     own = [percentile(waits, 0.50), percentile(waits, 0.99), memory]
     values = torch.tensor(own, dtype=torch.float64, device="cpu")
     if topology.host_group is not None:

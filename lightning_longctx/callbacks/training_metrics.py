@@ -228,12 +228,10 @@ class TrainingMetrics(Callback):
         tally_of(trainer).clock.resume()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a pass over the validation loaders."""
+        """Begin a pass over the loaders."""
         self._evaluated = {}
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a pass over the test loaders."""
-        self._evaluated = {}
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self,

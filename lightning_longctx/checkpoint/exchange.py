@@ -9,19 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["all_gather_json", "broadcast_json", "gather_json", "group_rank", "group_size"]
+__all__ = ["all_gather_json", "broadcast_json", "gather_json"]
 
 Group = dist.ProcessGroup | None
-
-
-def group_rank(group: Group) -> int:
-    """Rank in a group; 0 without one."""
-    return 0 if group is None else dist.get_rank(group)
-
-
-def group_size(group: Group) -> int:
-    """Number of ranks of a group; 1 without one."""
-    return 1 if group is None else dist.get_world_size(group)
 
 
 def all_gather_json(value: Any, group: Group) -> list[Any]:

@@ -1,7 +1,7 @@
 """The command line: ``longctx fit|validate|test|predict --config run.yaml``.
 
-This module answers help, version and mistakes that need no import of Lightning (a missing file, broken YAML) by itself,
-because that import takes seconds. Everything else is in :mod:`lightning_longctx.cli.app`.
+This module answers help, version and mistakes that need no configuration to be parsed (a missing file, broken YAML) by
+itself. Everything else is in :mod:`lightning_longctx.cli.app`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _run(words: list[str]) -> int:
         fix = f"Did you mean `{near}`?" if near else f"Commands: {', '.join(known)}."
         raise CommandLineError(f"unknown command {words[0]!r}. {fix}")
     rest = [word for word in words[1:] if word.replace("-", "_") != "__print_layout"]
-    parsed = read_arguments(rest)  # a missing file is told before the slow import
+    parsed = read_arguments(rest)  # a missing file is told first
     if len(rest) < len(words) - 1:
         from lightning_longctx.cli.layout import print_layout
 

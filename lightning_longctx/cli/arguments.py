@@ -1,6 +1,6 @@
 """What the user wrote, before anything is understood: the words, and one tree of all configuration files and flags.
 
-jsonargparse does the real parsing. The tree is read on the side, without importing Lightning, for three things: to tell
+jsonargparse does the real parsing. The tree is read on the side, for three things: to tell
 a missing or broken file at once, to know whose classes are configured, and to find the wrong key when parsing fails.
 """
 

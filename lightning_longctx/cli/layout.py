@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.parts import read_words
 from lightning_longctx.strategies import LongContextFSDPStrategy
 from lightning_longctx.strategies.mesh import describe_layout
+from lightning_longctx.tools.configuration import device_count
 
 __all__ = ["print_layout"]
 
@@ -29,15 +29,9 @@ def print_layout(words: Sequence[str]) -> None:
     if not isinstance(strategy, LongContextFSDPStrategy):
         name = strategy if isinstance(strategy, str) else type(strategy).__name__
         raise CommandLineError(f"--print_layout shows the layout of LongContextFSDPStrategy, not of {name!r}")
-    devices = _number_of_devices(settings["trainer"].get("devices"))
+    devices = device_count(given := settings["trainer"].get("devices"))
+    if not devices:
+        raise CommandLineError(f"--print_layout needs `trainer.devices` as a number, not {given!r}")
     nodes = int(settings["trainer"].get("num_nodes") or 1)
     sizes = (strategy.sequence_parallel_size, strategy.data_parallel_replicate_size)
     print(describe_layout(devices * nodes, *sizes, devices))
-
-
-def _number_of_devices(devices: Any) -> int:
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
-    if str(devices).isdigit() and int(devices) > 0:
-        return int(devices)
-    raise CommandLineError(f"--print_layout needs `trainer.devices` as a number, not {devices!r}")

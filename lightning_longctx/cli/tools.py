@@ -42,7 +42,7 @@ class Configuration:
         words: configuration files and flags, later ones winning.
 
     Raises:
-        ConfigurationError: a file that is missing or no YAML, before the slow import of Lightning.
+        ConfigurationError: a file that is missing or no YAML, before anything is parsed.
     """
 
     def __init__(self, words: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.checks import check_parts
+from lightning_longctx.tools.configuration import check_division
 
 __all__ = ["check_checkpoint_path", "check_sizes"]
 
@@ -50,14 +51,8 @@ def check_sizes(strategy: Any, datamodule: Any, model: Any, devices: int, nodes:
     Raises:
         ConfigurationError: a size that does not divide, with the arithmetic.
     """
-    processes = devices * nodes
-    sp_size = int(getattr(strategy, "sequence_parallel_size", 1))
-    if sp_size < 1 or processes % sp_size:
-        got = f"{sp_size} for {devices} devices x {nodes} nodes = {processes} processes"
-        fix = f"Use one of {[size for size in range(1, processes + 1) if processes % size == 0]}, or other `devices`."
-        rule = "must divide the number of processes"
-        raise ConfigurationError("trainer.strategy.sequence_parallel_size", rule, got, fix)
-    check_parts(strategy, processes, (datamodule, model))
+    check_division(devices, nodes, int(getattr(strategy, "sequence_parallel_size", 1)))
+    check_parts(strategy, devices * nodes, (datamodule, model))
     check_model = getattr(strategy, "check_model", None)
     if callable(check_model):
         check_model(model)

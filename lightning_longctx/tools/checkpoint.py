@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -16,22 +15,14 @@ from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import parse_name
 from lightning_longctx.checkpoint.retention import Retention, prune, superfluous
 from lightning_longctx.checkpoint.scores import read_scores
-from lightning_longctx.errors import CheckpointError, ConfigurationError
+from lightning_longctx.errors import CheckpointError
 from lightning_longctx.tools.configuration import ReadConfiguration
-from lightning_longctx.tools.output import human_bytes
+from lightning_longctx.tools.flags import RaisingParser, integer
+from lightning_longctx.tools.output import human_bytes, make_folders, write_json
 
 __all__ = ["main"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error in one line."""
-        fix = "See `longctx checkpoint -h`."
-        raise ConfigurationError("longctx checkpoint", "must be called as its help says", message, fix)
 
 
 def main(words: Sequence[str], read: ReadConfiguration) -> int:
@@ -50,16 +41,17 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     """
     options = _parser().parse_args(list(words))
     run: Callable[[argparse.Namespace], tuple[int, Any]] = options.run
+    make_folders({"--json": options.json and options.json.parent})
     code, result = run(options)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(options.json, result)
     return code
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="longctx checkpoint", description="Look after a folder of checkpoints.", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="list|verify|export|prune", parser_class=_Parser)
+def _parser() -> RaisingParser:
+    parser = RaisingParser(
+        prog="longctx checkpoint", description="Look after a folder of checkpoints.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(required=True, metavar="list|verify|export|prune", parser_class=RaisingParser)
 
     def add(name: str, run: Callable[[argparse.Namespace], tuple[int, Any]], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -77,9 +69,9 @@ def _parser() -> _Parser:
     one.add_argument("--dtype", choices=sorted(_DTYPES), help="of floating-point weights (as saved)")
     one.add_argument("--tokenizer", help="directory of the tokenizer (the one that was trained with)")
     one = add("prune", _prune, "remove what is not kept, run by run; never the last one")
-    one.add_argument("--keep-last", type=int, default=2, help="newest checkpoints of each run (%(default)s)")
-    one.add_argument("--keep-every-n-steps", type=int, default=0, help="and multiples of this (none)")
-    one.add_argument("--save-top-k", type=int, default=1, help="and the best by their score (%(default)s)")
+    one.add_argument("--keep-last", type=integer(1), default=2, help="newest checkpoints of each run (%(default)s)")
+    one.add_argument("--keep-every-n-steps", type=integer(0), default=0, help="and multiples of this (none)")
+    one.add_argument("--save-top-k", type=integer(0), default=1, help="and the best by their score (%(default)s)")
     one.add_argument("--mode", choices=("min", "max"), default="min", help="whether low or high is best")
     one.add_argument("--dry-run", action="store_true", help="only say what would go")
     return parser

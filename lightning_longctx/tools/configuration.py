@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["Layout", "ReadConfiguration", "RunConfiguration", "device_count", "layout_of"]
+__all__ = ["Layout", "ReadConfiguration", "RunConfiguration", "check_division", "device_count", "layout_of"]
 
 
 class RunConfiguration(Protocol):
@@ -58,11 +58,22 @@ def layout_of(settings: Mapping[str, Any]) -> Layout:
     devices, nodes = device_count(trainer.get("devices")), int(trainer.get("num_nodes") or 1)
     if devices is None:
         return Layout(None, sp_size)
-    if sp_size < 1 or devices * nodes % sp_size:
-        got = f"{sp_size} for {devices} devices x {nodes} nodes = {devices * nodes} processes"
-        field = "trainer.strategy.sequence_parallel_size"
-        raise ConfigurationError(field, "must divide the number of processes", got, "Change one of them.")
+    check_division(devices, nodes, sp_size)
     return Layout(devices * nodes // sp_size, sp_size)
+
+
+def check_division(devices: int, nodes: int, sp_size: int) -> None:
+    """Check that the processes can be divided into rows, of whatever strategy.
+
+    Raises:
+        ConfigurationError: they cannot, with the arithmetic.
+    """
+    processes = devices * nodes
+    if sp_size < 1 or processes % sp_size:
+        got = f"{sp_size} for {devices} devices x {nodes} nodes = {processes} processes"
+        fix = f"Use one of {[size for size in range(1, processes + 1) if processes % size == 0]}, or other `devices`."
+        rule = "must divide the number of processes"
+        raise ConfigurationError("trainer.strategy.sequence_parallel_size", rule, got, fix)
 
 
 def device_count(value: object) -> int | None:

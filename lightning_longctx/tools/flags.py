@@ -9,11 +9,24 @@ from typing import Any, NoReturn
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["FlagParser", "gib", "integer"]
+__all__ = ["FlagParser", "RaisingParser", "gib", "integer", "number"]
 
 
-class FlagParser(argparse.ArgumentParser):
-    """The flags of one tool. Raises where argparse would print its usage and exit.
+class RaisingParser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error with its flag as the field, if it is one of ours, and else with what argparse says."""
+        field, _, text = message.removeprefix("argument ").partition(": ")
+        rule, _, got = text.partition(" but got ")
+        fix = f"See `{self.prog} -h`."
+        if not got:
+            raise ConfigurationError(self.prog, "must be called as its help says", message, fix)
+        raise ConfigurationError(field.split("/")[0], rule, got, fix)
+
+
+class FlagParser(RaisingParser):
+    """The flags of one tool.
 
     Args:
         tool: its name on the command line.
@@ -30,12 +43,6 @@ class FlagParser(argparse.ArgumentParser):
         """Add ``--name``, with dashes and with underscores."""
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
         self.add_argument(*spellings, **settings)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error with its flag as the field."""
-        field, _, text = message.removeprefix("argument ").partition(": ")
-        rule, _, got = text.partition(" but got ")
-        raise ConfigurationError(field.split("/")[0], rule or "must be valid", got or message, f"See `{self.prog} -h`.")
 
     def split(self, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Split words into the tool's own values, by name, and the words of the configuration.
@@ -82,12 +89,25 @@ def integer(least: int) -> Callable[[str], int]:
     return read
 
 
-def gib(text: str) -> float:
-    """A type for flags: a number of GiB."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 2**20:
-        raise argparse.ArgumentTypeError(f"must be a number of GiB such as 80 but got {text!r}")
-    return value
+def number(what: str, low: float, high: float) -> Callable[[str], float]:
+    """A type for flags: a number above one and up to another.
+
+    Args:
+        what: ends the rule: "must be ...".
+        low: what it must be above.
+        high: the largest.
+    """
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = low
+        if not low < value <= high:
+            raise argparse.ArgumentTypeError(f"must be {what} but got {text!r}")
+        return value
+
+    return read
+
+
+gib = number("a number of GiB such as 80", 0, 2**20)

@@ -1,15 +1,17 @@
-"""What tools write: tables that read well in a terminal and in a file, and folders that are there before long work."""
+"""What tools write: tables that read well in a terminal and in a file, sizes, JSON, and folders before long work."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["human_bytes", "make_folders", "markdown_table"]
+__all__ = ["human_bytes", "make_folders", "markdown_table", "write_json"]
 
-_UNITS = ("B", "kB", "MB", "GB", "TB")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -48,14 +50,22 @@ def make_folders(folders: Mapping[str, Path | None]) -> None:
             raise ConfigurationError(flag, "must be in a folder that can be made", str(error), "Change it.") from None
 
 
-def human_bytes(size: int | None) -> str:
+def write_json(path: Path | None, content: Any) -> None:
+    """Write all numbers to the file of ``--json``, if one was named."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def human_bytes(size: float | None) -> str:
     """A size in decimal units; ``?`` for None.
 
     Example:
-        >>> human_bytes(16_800_000)
-        '16.8 MB'
+        >>> human_bytes(16_800_000), human_bytes(812)
+        ('16.8 MB', '812 B')
     """
-    value, unit = float(size or 0), 0
-    while value >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.1f} {_UNITS[unit]}" if size is not None else "?"
+    if size is None:
+        return "?"
+    unit = 0
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{size:.0f} B"

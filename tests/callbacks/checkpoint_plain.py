@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.trainers import quiet_trainer
+
 
 class Numbers(Dataset[tuple[int, Tensor]]):
     """Sixteen numbered rows."""
@@ -55,6 +57,5 @@ def loader(shuffle: bool = False) -> DataLoader[tuple[int, Tensor]]:
 
 
 def trainer(*callbacks: pl.Callback, **settings: Any) -> pl.Trainer:
-    """A quiet one on one CPU device."""
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(accelerator="cpu", devices=1, callbacks=list(callbacks), **{**quiet, **settings})
+    """A quiet one that may save."""
+    return quiet_trainer(callbacks=list(callbacks), **({"enable_checkpointing": True} | settings))

@@ -25,6 +25,7 @@ from lightning_longctx.checkpoint.layout import LATEST
 from lightning_longctx.errors import CheckpointError
 from tests.callbacks.checkpoint_toy import DOCUMENTS, Recorder, fit
 from tests.callbacks.toy import MemoryLogger
+from tests.helpers.trainers import quiet_trainer
 
 
 def _steps(folder: str | Path) -> list[int]:
@@ -32,14 +33,7 @@ def _steps(folder: str | Path) -> list[int]:
 
 
 def _trainer(callback: Any, **settings: Any) -> pl.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(callbacks=callback, **{**defaults, **settings})
+    return quiet_trainer(callbacks=callback, **({"enable_checkpointing": True} | settings))
 
 
 def _data(**more: Any) -> DynamicBatchingDataModule:

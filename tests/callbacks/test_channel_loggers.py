@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from lightning_longctx.callbacks import ChannelLoss, ExactTokenMean, TrainingMet
 from tests.callbacks.channels import BATCHES, NAMES, expected_metrics, loader
 from tests.callbacks.logged import read_csv, read_tensorboard, read_wandb
 from tests.callbacks.toy import ToyLM, run_fit
-from tests.contracts.source import ROOT
+from tests.helpers.processes import run_python
 
 VALIDATION = BATCHES[:2]
 
@@ -61,11 +58,9 @@ def test_several_loggers_get_the_same(tmp_path: Path) -> None:
 
 def run_alone(script: str, folder: Path, environment: dict[str, str]) -> str:
     """Run a script in a process of its own: some loggers start services that outlive a run. Returns what it prints."""
-    command = [sys.executable, "-c", script, str(folder)]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    code, out, err = run_python(["-c", script, str(folder)], folder, limit=300, **environment)
+    assert code == 0, out + err
+    return out
 
 
 WANDB_RUN = """

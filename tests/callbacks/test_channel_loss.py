@@ -13,7 +13,8 @@ from lightning_longctx.batch import IGNORE_INDEX
 from lightning_longctx.callbacks import ChannelLoss, ChannelOptions, ExactTokenMean, TrainingMetrics
 from lightning_longctx.errors import BatchContractError, ConfigurationError
 from tests.callbacks.channels import BATCHES, NAMES, Doc, channel_rows, expected_metrics, fit, loader, per_source, row
-from tests.callbacks.test_training_metrics import _HostReads, _Manual, _SkipRest
+from tests.callbacks.host_reads import HostReads
+from tests.callbacks.test_training_metrics import _Manual, _SkipRest
 from tests.callbacks.toy import ToyLM, ToyModel, make_trainer, plain_loop, run_fit
 
 
@@ -129,13 +130,13 @@ class _Watched(ChannelLoss):
         self.calls: list[int] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
-        with _HostReads() as mode, _Calls() as calls:
+        with HostReads() as mode, _Calls() as calls:
             super().on_train_batch_end(*args)
         self.reads.append(bool(mode.reads))
         self.calls.append(calls.count)
 
 
-class _Calls(_HostReads):
+class _Calls(HostReads):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from lightning_longctx.errors import CheckpointError
 from tests.callbacks.checkpoint_toy import assert_same, fit
 from tests.callbacks.toy import MemoryLogger
 from tests.helpers.pool import run_ranks
+from tests.helpers.processes import run_python
 
 
 class Send(Callback):
@@ -147,15 +146,10 @@ fit("c", 50, devices=2, sp=1, callbacks=[Raise()], checkpoint={"every_n_train_st
 def test_an_exception_on_one_rank_leaves_its_write_complete() -> None:
     """Lightning's launcher kills the others within seconds of the end of the failing one, which drains before."""
     Path("run.py").write_text(_ONE_RAISES)
-    ended = _python("run.py")
-    assert ended.returncode != 0
-    assert "ZeroDivisionError: the user's" in ended.stderr
+    code, _, err = run_python(["run.py"])
+    assert code != 0
+    assert "ZeroDivisionError: the user's" in err
     assert _steps("c") == [4]
-
-
-def _python(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=150)
 
 
 _UNREAD = """
@@ -186,13 +180,10 @@ except GeneratorExit:
 
 @pytest.mark.slow
 def test_a_process_with_an_unread_failure_ends_with_an_error() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", _UNREAD], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 1
-    assert "A checkpoint was not written" in ended.stderr
-    assert "No space left on device" in ended.stderr
+    code, _, err = run_python(["-c", _UNREAD])
+    assert code == 1
+    assert "A checkpoint was not written" in err
+    assert "No space left on device" in err
 
 
 def _failing_save(folder: str) -> str:

@@ -6,9 +6,6 @@ CSV is always there; TensorBoard, W&B (offline) and MLflow (a store of files) wh
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import pytest
 
 from tests.callbacks.logged import Logged, read_csv, read_mlflow, read_tensorboard, read_wandb
 from tests.contracts.source import ROOT
+from tests.helpers.processes import run_python
 
 LOGGERS = {
     "CSVLogger": {"save_dir": ".", "name": "runs"},
@@ -54,14 +52,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loggers")
     loggers = [{"class_path": name, "init_args": given} for name, given in LOGGERS.items() if is_there(name)]
     (folder / "changes.yaml").write_text(CHANGES)
-    command = [sys.executable, "-m", "lightning_longctx", "fit", f"--config={ROOT}/examples/quickstart.yaml"]
-    command += ["--config=changes.yaml", f"--trainer.logger={json.dumps(loggers)}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
-    environment |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=500
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["-m", "lightning_longctx", "fit", f"--config={ROOT}/examples/quickstart.yaml", "--config=changes.yaml"]
+    words.append(f"--trainer.logger={json.dumps(loggers)}")
+    quiet = {"WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    code, out, err = run_python(words, folder, limit=500, **quiet)
+    assert code == 0, out + err
     return folder
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning_longctx.callbacks import ExactTokenMean, MaxTokens, TrainingMetrics
 from lightning_longctx.callbacks.step_tally import StepTally, TokensSeen
 from lightning_longctx.errors import ConfigurationError
-from tests.callbacks.test_training_metrics import _HostReads, _OnHost
+from tests.callbacks.host_reads import ReadingSteps, with_host_keys
 from tests.callbacks.toy import TOKENS, ToyLM, loader, make_batch, run_fit
 
 TARGETS = [3, 9, 0, 5, 8, 1, 7, 4]
@@ -130,22 +130,12 @@ def test_a_second_fit_of_one_trainer_goes_on() -> None:
     assert limit.seen == metrics._tokens.seen == TokensSeen(4 * SOURCE, sum(TARGETS[:4]))
 
 
-class _Recorded(MaxTokens):
+class _Recorded(ReadingSteps, MaxTokens):
     """Notes at which steps something was read from the device."""
-
-    def __init__(self, **limits: Any) -> None:
-        super().__init__(**limits)
-        self.read_at: list[int] = []
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        with _HostReads() as mode:
-            super().on_train_batch_end(trainer, *args)
-        if mode.reads:
-            self.read_at.append(trainer.global_step)
 
 
 def test_the_count_is_read_only_where_the_end_may_be_near() -> None:
-    batches = [{**batch, "document_keys": batch["document_keys"].as_subclass(_OnHost)} for batch in BATCHES] * 40
+    batches = with_host_keys(BATCHES) * 40
     limit = _Recorded(source=300 * SOURCE)
     trainer = run_fit([limit], ToyLM(), batches)
     assert trainer.global_step == 300

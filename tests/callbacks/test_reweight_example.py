@@ -13,11 +13,11 @@ from lightning_longctx.callbacks import ChannelLoss, ExactTokenMean
 from lightning_longctx.datamodules import DynamicBatchingDataModule
 from tests.callbacks.channels import BATCHES, NAMES, loader, per_source
 from tests.callbacks.toy import ToyLM, make_trainer
-from tests.examples.scripts import load_example
+from tests.helpers.scripts import load_script
 
 
 def example() -> ModuleType:
-    return load_example("reweight_by_loss")
+    return load_script("examples/reweight_by_loss.py")
 
 
 def test_one_step_of_the_mix() -> None:

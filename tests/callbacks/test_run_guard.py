@@ -17,7 +17,7 @@ from lightning_longctx.callbacks import ExactTokenMean, MaxTokens, RunGuard, Tra
 from lightning_longctx.callbacks.run_guard import HANG_EXIT_CODE
 from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.errors import ConfigurationError, DivergenceError
-from tests.callbacks.test_training_metrics import _HostReads, _OnHost
+from tests.callbacks.host_reads import ReadingSteps, with_host_keys
 from tests.callbacks.toy import ToyLM, make_batch, make_trainer, run_fit
 from tests.helpers.pool import RankError, run_ranks
 from tests.strategies.own_model import OwnModule
@@ -108,20 +108,12 @@ def test_without_token_losses_no_document_is_named(tmp_path: Path) -> None:
         fit(RunGuard(dirpath=str(tmp_path)), _Bare())
 
 
-class _Recorded(RunGuard):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.read_at: list[int] = []
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        with _HostReads() as mode:
-            super().on_train_batch_end(trainer, *args)
-        if mode.reads:
-            self.read_at.append(trainer.global_step)
+class _Recorded(ReadingSteps, RunGuard):
+    """Notes at which steps something was read from the device."""
 
 
 def test_only_logged_steps_read_on_the_host(tmp_path: Path) -> None:
-    batches = [{**batch, "document_keys": batch["document_keys"].as_subclass(_OnHost)} for batch in BATCHES]
+    batches = with_host_keys(BATCHES)
     guard = _Recorded(dirpath=str(tmp_path))
     fit(guard, ToyLM(), batches)
     assert guard.read_at == [10, 20, 30]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.overrides import TorchFunctionMode
 
 from lightning_longctx.callbacks import ExactTokenMean, TrainingMetrics, step_tally, training_metrics
+from tests.callbacks.host_reads import HostReads, with_host_keys
 from tests.callbacks.toy import (
     DIVISOR,
     TOKENS,
@@ -238,49 +238,25 @@ def test_micro_batches_without_a_step_are_forgotten() -> None:
     assert metrics.target_tokens == 2 * sum(TARGETS[:2])
 
 
-class _OnHost(torch.Tensor):
-    """Marks what a packed batch keeps on the host, on a machine where everything is there."""
-
-
-class _HostReads(TorchFunctionMode):
-    """Counts the ways in which Python waits for a device."""
-
-    NAMES = frozenset(
-        {"item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "nonzero", "to"}
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        moves = name == "to" and any(isinstance(value, (str, torch.device)) for value in args)
-        on_host = bool(args) and isinstance(args[0], _OnHost)
-        if name in self.NAMES and (name != "to" or moves) and not on_host:
-            self.reads.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 class _Recorded(TrainingMetrics):
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[list[str]] = []
 
     def on_before_optimizer_step(self, *args: Any) -> None:
-        with _HostReads() as mode:
+        with HostReads() as mode:
             super().on_before_optimizer_step(*args)
         self.reads.append(mode.reads)
 
     def on_train_batch_end(self, *args: Any) -> None:
-        with _HostReads() as mode:
+        with HostReads() as mode:
             super().on_train_batch_end(*args)
         self.reads[-1] += mode.reads
 
 
 def test_unlogged_steps_read_nothing_on_the_host() -> None:
     metrics = _Recorded()
-    batches = [{**batch, "document_keys": batch["document_keys"].as_subclass(_OnHost)} for batch in BATCHES]
+    batches = with_host_keys(BATCHES)
     fit(metrics, batches=batches, log_every_n_steps=3)
     assert [bool(reads) for reads in metrics.reads] == [False, False, True, False, False, True, False]
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID, PackedBatch
 from lightning_longctx.loss import causal_lm_loss
+from tests.helpers.trainers import quiet_trainer
 
 VOCABULARY, HIDDEN, TOKENS, DIVISOR = 11, 6, 16, 24
 
@@ -166,19 +167,14 @@ class MemoryLogger(Logger):
 
 
 def make_trainer(callbacks: list[Any], **settings: Any) -> Trainer:
-    """A quiet trainer on CPU that logs every step to a :class:`MemoryLogger`."""
+    """A quiet trainer that logs every step to a :class:`MemoryLogger`."""
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
         "max_epochs": 1,
         "logger": MemoryLogger(),
         "log_every_n_steps": 1,
         "num_sanity_val_steps": 0,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
     }
-    return Trainer(callbacks=callbacks, **(defaults | settings))
+    return quiet_trainer(callbacks=callbacks, **(defaults | settings))
 
 
 def run_fit(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_longctx.checkpoint.discovery import find_latest
 from lightning_longctx.checkpoint.layout import STAGING
 from tests.checkpoint.helpers import KillingFileSystem, check_pure, save, steps, writer
-from tests.helpers.pool import _free_port
+from tests.helpers.pool import free_port
 
 SAVES = 4
 
@@ -162,7 +162,7 @@ def _kill_rounds(folder: Path, rounds: int, seed: int) -> int:
     log.touch()
     reported: list[int] = []
     for number in range(rounds):
-        reported, found = _round(generator, root, log, _free_port())
+        reported, found = _round(generator, root, log, free_port())
         if reported:
             assert found, f"round {number}: {reported[-1]} was committed and nothing is found"
             assert found[0] >= reported[-1], f"round {number}: {reported[-1]} was committed, {found[0]} is found"

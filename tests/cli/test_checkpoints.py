@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from lightning_longctx.checkpoint.discovery import scan
-from tests.cli.test_processes import CONSOLE_SCRIPT, LIMIT, REPOSITORY, TWO_PROCESSES, alive, run
+from tests.cli.test_processes import CONSOLE_SCRIPT, LIMIT, TWO_PROCESSES, alive, run
+from tests.helpers.processes import environment
 
 CONFIG: dict[str, Any] = {
     "ckpt_path": "last",
@@ -40,11 +41,10 @@ def script() -> list[str]:
 def _interrupt(script: list[str], config: dict[str, Any], number: int, to_group: bool) -> tuple[int, str]:
     """Start a run, send it a signal once it has trained a little, and wait for its end."""
     Path("run.yaml").write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with Path("first.log").open("w") as log:
         process = subprocess.Popen(
             [*script, "fit", "--config", "run.yaml"],
-            env=environment,
+            env=environment(),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.helpers.processes import environment
 
 # The script that pip makes of `longctx = "lightning_longctx.cli:main"`, by its content.
 CONSOLE_SCRIPT = """import sys
@@ -39,12 +39,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process group of its own; nothing of it may be left when it ends."""
     Path("run.yaml").write_text(yaml.safe_dump(config))
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED"):
-        environment.pop(name, None)
     process = subprocess.Popen(
         [*start, command, "--config", "run.yaml", *flags],
-        env=environment,
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

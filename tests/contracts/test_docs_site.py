@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import yaml
 from tests.contracts.pages import DOCS, blocks_of, tables_of
 from tests.contracts.source import PACKAGE, ROOT, package_sources
 from tests.contracts.test_import_floors import CONTRACTS, _floor
+from tests.helpers.scripts import load_script
 
 PAGES = {page.name for page in DOCS.glob("*.md")}
 
@@ -61,16 +60,7 @@ def in_nav(entries: list[Any]) -> list[str]:
     return found
 
 
-def _figures() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("figures_make", DOCS / "figures" / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FIGURES = _figures()
+FIGURES = load_script("docs/figures/make.py")
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_longctx.batch import validate_packed_batch
 from lightning_longctx.datamodules import DynamicBatchingDataModule, FixedBufferPolicy, LoadingSettings
+from tests.helpers.trainers import quiet_trainer
 
 
 def records(count: int, low: int = 3, high: int = 20, seed: int = 0) -> list[dict[str, Any]]:
@@ -97,14 +98,5 @@ class Recorder(pl.LightningModule):
 
 
 def trainer(**settings: Any) -> pl.Trainer:
-    """A quiet Trainer on one CPU device."""
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "max_epochs": 1,
-    }
-    return pl.Trainer(**{**defaults, **settings})
+    """A quiet Trainer for one epoch."""
+    return quiet_trainer(**({"max_epochs": 1} | settings))

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.examples.runs import EXAMPLES, LIMIT, column, start
-from tests.strategies.test_nodes import free_port
+from tests.examples.runs import EXAMPLES, LIMIT, column
+from tests.helpers.pool import free_port
+from tests.helpers.processes import outputs_of, start
 
 LAUNCH = EXAMPLES / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
@@ -109,12 +110,7 @@ def test_two_launch_groups_train_together(script: str, tmp_path: Path) -> None:
         )
         for node in range(2)
     ]
-    try:
-        printed = [node.communicate(timeout=LIMIT)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
+    printed = outputs_of(nodes, LIMIT)
     assert "Starting with 4 processes" in printed[0]
     assert "on 2 data-parallel x 2 sequence-parallel = 4 devices" in printed[0]
     assert len(column(tmp_path, "train/loss")) == 1, "the flag behind the configuration was passed on"

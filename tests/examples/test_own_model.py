@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +10,16 @@ import torch
 
 from lightning_longctx.batch import PackedSequence
 from tests.contracts.source import ROOT
-from tests.examples.scripts import load_example
+from tests.helpers.processes import run_python
+from tests.helpers.scripts import load_script
 
 
 def run_example(devices: int, folder: Path) -> float:
-    command = [sys.executable, str(ROOT / "examples" / "own_model.py"), f"--devices={devices}", "--max-steps=3"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"loss after 3 steps: ([\d.]+)", done.stdout)
-    assert found, done.stdout
+    words = [str(ROOT / "examples" / "own_model.py"), f"--devices={devices}", "--max-steps=3"]
+    code, out, err = run_python(words, folder, limit=300)
+    assert code == 0, out + err
+    found = re.search(r"loss after 3 steps: ([\d.]+)", out)
+    assert found, out
     return float(found.group(1))
 
 
@@ -38,7 +33,7 @@ def test_the_own_model_trains_alike_on_one_and_two_processes(tmp_path: Path) -> 
 
 def test_the_own_model_equals_itself_with_the_attention_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one document the line that was replaced gives the same."""
-    example = load_example("own_model")
+    example = load_script("examples/own_model.py")
     model, ids = example.OwnModel(), torch.arange(1, 12)[None]
     batch = {
         "input_ids": ids,

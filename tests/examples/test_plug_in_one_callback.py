@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from lightning_longctx import ChannelLoss
 from tests.callbacks.toy import make_trainer
 from tests.contracts.source import ROOT
-from tests.examples.scripts import load_example
+from tests.helpers.scripts import load_script
 
 
 def _fit(example: Any, callbacks: list[Any], steps: int) -> Any:
@@ -28,7 +28,7 @@ def test_three_lines_are_new() -> None:
 
 
 def test_training_is_the_same_bit_for_bit_without_it() -> None:
-    example = load_example("plug_in_one_callback")
+    example = load_script("examples/plug_in_one_callback.py")
     channel = ChannelLoss(source_key="dataset_id", source_names=["counting", "chance"])
     plain, watched = _fit(example, [], 3), _fit(example, [channel], 3)
     for ours, theirs in zip(watched.parameters(), plain.parameters(), strict=True):
@@ -36,7 +36,7 @@ def test_training_is_the_same_bit_for_bit_without_it() -> None:
 
 
 def test_the_losses_are_those_of_the_rows_of_each_data_set() -> None:
-    example = load_example("plug_in_one_callback")
+    example = load_script("examples/plug_in_one_callback.py")
     channel = ChannelLoss(source_key="dataset_id", source_names=["counting", "chance"])
     _fit(example, [channel], 1)
     seed_everything(0)
@@ -51,5 +51,5 @@ def test_the_losses_are_those_of_the_rows_of_each_data_set() -> None:
 
 @pytest.mark.slow
 def test_the_example_shows_which_data_set_can_be_learned() -> None:
-    losses = load_example("plug_in_one_callback").main(100)
+    losses = load_script("examples/plug_in_one_callback.py").main(100)
     assert losses["counting"] < 1 < 3 < losses["chance"]

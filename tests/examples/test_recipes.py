@@ -18,7 +18,8 @@ import yaml
 
 from lightning_longctx.cli import main
 from tests.examples.places import write_documents, write_shapes, write_tiny_models
-from tests.examples.runs import EXAMPLES, LIMIT, column, longctx, metrics, start
+from tests.examples.runs import EXAMPLES, LIMIT, column, longctx, metrics
+from tests.helpers.processes import start
 
 _CPU = ["--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.log_every_n_steps=1"]
 _TWO = [*_CPU, "--trainer.num_nodes=1", "--trainer.devices=2", "--data.loading.num_workers=1"]

@@ -173,7 +173,7 @@ class Pool:
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}-{self.tasks}",
         }
         task = Task(
@@ -287,7 +287,7 @@ def close_pool() -> None:
         pool.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

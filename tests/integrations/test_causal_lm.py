@@ -19,6 +19,7 @@ from lightning_longctx.callbacks import MaxTokens
 from lightning_longctx.callbacks.flops import model_flops
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import CausalLMModule, OptimizerSettings, ScheduleSettings
+from tests.helpers.trainers import quiet_trainer
 from tests.integrations.rows import make_documents, pack
 
 _TINY = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "head_dim": 8}
@@ -46,13 +47,7 @@ def make_module(
 
 
 def make_trainer(**arguments: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**(quiet | {"accelerator": "cpu", "devices": 1, "max_steps": 2} | arguments))
+    return quiet_trainer(**({"max_steps": 2} | arguments))
 
 
 def weights(module: CausalLMModule) -> dict[str, torch.Tensor]:

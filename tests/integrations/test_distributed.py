@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -16,6 +15,7 @@ from lightning_longctx.integrations import CausalLMModule, OptimizerSettings
 from lightning_longctx.strategies.rows import RowSharder
 from lightning_longctx.strategies.ulysses import Exchange, set_running_exchange
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.integrations.rows import make_documents, pack, relative_error
 from tests.integrations.test_parity import FAMILIES
 
@@ -31,15 +31,10 @@ def train(family: str, world_size: int, recompute: bool) -> dict[str, torch.Tens
     if recompute:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         getattr(module.model, next(name for name in names if hasattr(module.model, name)))()
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world_size,
         max_steps=1,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         strategy=LongContextFSDPStrategy(sequence_parallel_size=world_size),
     )
     rows = DataLoader([pack(make_documents(7, 1, 12, 5), padding=7)], batch_size=None)

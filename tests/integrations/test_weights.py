@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,6 +19,7 @@ from lightning_longctx.integrations.attention import ATTENTION_NAME
 from lightning_longctx.integrations.pretrained import PretrainedReader
 from lightning_longctx.strategies.initialization import fill_meta, meta_names
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.integrations.rows import make_documents, pack
 from tests.integrations.test_parity import FAMILIES
 
@@ -132,15 +132,10 @@ class Watched(CausalLMModule):
 def start(settings: dict[str, Any], world: int, sp: int, replicas: int) -> dict[str, Any]:
     """The weights before any step, whole, and the most numbers that were whole at a time."""
     module = Watched(**settings)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world,
         limit_val_batches=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         strategy=LongContextFSDPStrategy(sequence_parallel_size=sp, data_parallel_replicate_size=replicas),
     )
     row = pack(make_documents(7, 1, 12, 4), padding=8)

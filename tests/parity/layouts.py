@@ -6,11 +6,11 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_longctx import CausalLMModule, LongContextFSDPStrategy, TrainingMetrics, topology_of
+from tests.helpers.trainers import quiet_trainer
 from tests.parity.models import CONFIGS
 from tests.parity.reference import LEARNING_RATE, MOMENTUM
 from tests.parity.rows import Rows
@@ -104,8 +104,7 @@ def _train(
     recorder = _Recorder()
     rows = (world // strategy.sequence_parallel_size) * accumulate * steps
     module = _Module(CONFIGS[name], rows, start_weights)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world,
         strategy=strategy,
         max_steps=steps,
@@ -116,10 +115,6 @@ def _train(
         val_check_interval=None,
         callbacks=[TrainingMetrics(), recorder],
         log_every_n_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module)
     weights = {n: whole(p) for n, p in module.model.named_parameters()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from lightning_longctx import CausalLMModule, DynamicBatchingDataModule, LongContextFSDPStrategy, TrainingMetrics
 from lightning_longctx.datamodules import LoadingSettings
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.parity.layouts import whole
 from tests.parity.models import CONFIGS
 from tests.parity.reference import plain_model, relative_error
@@ -64,18 +64,13 @@ def train(start: dict[str, torch.Tensor], world: int, sp: int, policy: str, work
         buffer_policy=policy,
         loading=LoadingSettings(on_uneven_end="pad", num_workers=workers),
     )
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world,
         strategy=LongContextFSDPStrategy(sequence_parallel_size=sp),
         max_epochs=1,
         accumulate_grad_batches=100,  # more than there are rows: the epoch ends in one step
         callbacks=[TrainingMetrics()],
         log_every_n_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, data)
     assert trainer.global_step == 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import warnings
 
-import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_longctx import LongContextFSDPStrategy
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.parity.layouts import _Module, train_layout, whole
 from tests.parity.models import CONFIGS
 from tests.parity.test_layouts import start_weights
@@ -86,18 +86,13 @@ def _weights_after(name, weights, compiled, precision, options):
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     module = (_Compiled if compiled else _Module)(CONFIGS[name], 4, weights)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2,
         strategy=LongContextFSDPStrategy(sequence_parallel_size=2, **options),
         precision=precision,
         max_steps=2,
         limit_val_batches=1,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module)
     offload = trainer.strategy._offload

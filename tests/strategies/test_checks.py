@@ -25,20 +25,17 @@ from lightning_longctx.strategies.agreement import check_equal_facts, package_ve
 from lightning_longctx.strategies.checks import CheckingLauncher, run_facts
 from lightning_longctx.strategies.settings import ShardingSettings
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.strategies.own_model import OwnModule
 
 
 def two_devices(*callbacks: Callback, **settings) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
         devices=2,
         strategy=LongContextFSDPStrategy(**settings),
         callbacks=list(callbacks),
         max_steps=2,
-        logger=False,
         enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from torch import nn
 from lightning_longctx import ConfigurationError, LongContextFSDPStrategy, TrainingMetrics, gather_row, topology_of
 from lightning_longctx.strategies.evaluation import allow_generate, refuse_generate
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.strategies.own_model import OwnModule
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 2), (4, 4, 1)]
@@ -36,18 +36,13 @@ class Scorer(OwnModule):
 def evaluate(world, sp, replicas):
     warnings.filterwarnings("ignore", message=".*isinstance.treespec")
     module = Scorer(rows=ROWS)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world,
         strategy=LongContextFSDPStrategy(sequence_parallel_size=sp, data_parallel_replicate_size=replicas),
         callbacks=[TrainingMetrics()],
         max_steps=1,
         num_sanity_val_steps=0,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     predicted = trainer.predict(module)
     tested = trainer.test(module, verbose=False)[0]["test/loss"]
@@ -109,13 +104,8 @@ class Writer(OwnModule):
 
 
 def generate_in_validation():
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         strategy="longctx_fsdp",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
     )
     try:
         trainer.validate(Writer())

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_longctx import ConfigurationError, LongContextFSDPStrategy, TrainingMetrics
 from lightning_longctx.errors import FieldError
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.parity.layouts import whole
 from tests.strategies.own_model import OwnModule
 
@@ -21,13 +22,8 @@ from tests.strategies.own_model import OwnModule
 def trainer_for(world, sp, **options):
     settings = {"max_steps": 2, "callbacks": [TrainingMetrics()], "num_sanity_val_steps": 0, "limit_val_batches": 1}
     settings["strategy"] = LongContextFSDPStrategy(sequence_parallel_size=sp)
-    return pl.Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
         devices=world,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **{**settings, **options},
     )
 

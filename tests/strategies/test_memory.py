@@ -19,6 +19,7 @@ from lightning_longctx.strategies import (
 from lightning_longctx.strategies.memory import MemorySettings, next_switches, possible_sp_sizes, settings_of
 from lightning_longctx.strategies.out_of_memory import advice, explaining, is_out_of_memory
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.strategies.own_model import OwnModule
 
 FULL = ActivationCheckpointing("full")
@@ -169,16 +170,10 @@ class Hungry(OwnModule):
 
 
 def _run_out(phase: str) -> str:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_steps=1,
         limit_val_batches=0,
         strategy=LongContextFSDPStrategy(),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     try:
         trainer.fit(Hungry(phase))

@@ -6,19 +6,16 @@ both, so every exchange crosses.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.pool import run_ranks
+from tests.helpers.pool import free_port, run_ranks
+from tests.helpers.processes import outputs_of, start
 from tests.strategies.test_sharding_run import train
 
-REPOSITORY = Path(__file__).parents[2]
 LIMIT = 150  # seconds; a start takes about 15 on a quiet machine
 
 SCRIPT = """
@@ -60,35 +57,17 @@ def command(launcher: str, node: int, port: int) -> tuple[list[str], dict[str, s
     return [sys.executable, "run.py"], {**address, **SCHEDULER, "SLURM_PROCID": str(node), "SLURM_NODEID": str(node)}
 
 
-def start(launcher: str, node: int, port: int) -> subprocess.Popen[str]:
-    words, variables = command(launcher, node, port)
-    known = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE")
-    environment = {name: value for name, value in os.environ.items() if name not in known}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "lightning", "slurm"])
 def test_two_launch_groups_train_as_one_process(launcher):
     Path("run.py").write_text(SCRIPT)
     port = free_port()
-    nodes = [start(launcher, node, port) for node in range(2)]
-    try:
-        printed = [node.communicate(timeout=LIMIT)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
+    nodes = []
+    for node in range(2):
+        words, variables = command(launcher, node, port)
+        nodes.append(start(words, **variables))
+    printed = outputs_of(nodes, LIMIT)
     assert "2 processes on 2 node(s)" in printed[0]
     assert "warning: ranks 0-1 share a row across nodes" in printed[0]
     assert "cross nodes: the exchanges of every layer wait for the network" in " ".join(printed[0].split())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
@@ -13,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_longctx import ConfigurationError, LongContextFSDPStrategy, TrainingMetrics
 from tests.contracts.source import ROOT
 from tests.helpers.pool import RankError, run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.strategies.own_model import OwnModule
 
 pytestmark = pytest.mark.distributed
@@ -36,18 +36,13 @@ def _fit(options, validate=False):
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(handler)
     logger = _Memory("logs")
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         strategy=LongContextFSDPStrategy(**options),
         max_steps=3,
         callbacks=[TrainingMetrics()],
         logger=logger,
         log_every_n_steps=1,
         num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = OwnModule()
     trainer.fit(module)
@@ -113,8 +108,7 @@ class _ShortOnOneRank(OwnModule):
 
 
 def _fit_short(lengths):
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=2,
         strategy=LongContextFSDPStrategy(
             activation_offload={"mode": "sync", "level": "all", "keep_last_blocks": 0, "min_tensor_mib": 0.002}
@@ -122,10 +116,6 @@ def _fit_short(lengths):
         max_steps=3,
         limit_val_batches=0,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     try:
         trainer.fit(_ShortOnOneRank(lengths))
@@ -144,16 +134,10 @@ def _fit_twice(second):
     module, first = OwnModule(), {"activation_offload": {**BASE, "level": "all", "keep_last_blocks": 0}}
     moved = []
     for options in (first, second or first):
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
+        trainer = quiet_trainer(
             strategy=LongContextFSDPStrategy(**options),
             max_steps=2,
             limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         trainer.fit(module)
         moved.append(trainer.strategy.step_metrics()["offload/gib_out"])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_longctx import LongContextFSDPStrategy, causal_lm_loss, is_recomputing, topology_of
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.parity.layouts import whole
 from tests.strategies.own_model import OwnModule
 
@@ -63,15 +64,10 @@ def train(world, strategy, module=None, **options):
     watch, counts = Watch(), []
     reduce = _fsdp_param_group.foreach_reduce
     settings = {"max_steps": 2, "limit_val_batches": 0, **options}
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=world,
         strategy=LongContextFSDPStrategy(**strategy),
         callbacks=[watch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **settings,
     )
     with mock.patch.object(_fsdp_param_group, "foreach_reduce", lambda *a: (counts.append(1), reduce(*a))[1]):

@@ -73,7 +73,7 @@ def test_prune_keeps_the_last_of_each_run() -> None:
         (["export", "c"], "--output"),
         (["melt", "c"], "invalid choice"),
         (["export", "c", "--output", "c"], "must not exist yet"),
-        (["prune", "c", "--keep-last", "0"], "must be at least 1"),
+        (["prune", "c", "--keep-last", "0"], "`--keep-last` must be an integer of at least 1"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_longctx.strategies.activation_offload.backend import DeviceBackend, Event
-from lightning_longctx.strategies.activation_offload.settings import MIB
+from lightning_longctx.units import MIB
 
 __all__ = ["HostArena", "HostBuffer"]
 

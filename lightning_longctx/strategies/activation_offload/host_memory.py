@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.strategies.activation_offload.settings import GIB, ActivationOffload
+from lightning_longctx.strategies.activation_offload.settings import ActivationOffload
+from lightning_longctx.units import GIB
 
 __all__ = ["available_memory", "host_limit"]
 

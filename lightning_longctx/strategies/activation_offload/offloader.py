@@ -36,8 +36,9 @@ from lightning_longctx.strategies.activation_offload.identity import (
     storage_key,
 )
 from lightning_longctx.strategies.activation_offload.report import OffloadCounters
-from lightning_longctx.strategies.activation_offload.settings import GIB, MIB, ActivationOffload
+from lightning_longctx.strategies.activation_offload.settings import ActivationOffload
 from lightning_longctx.strategies.activation_offload.stash import Kept, Saved, Stash
+from lightning_longctx.units import GIB, MIB
 
 __all__ = ["Offloader"]
 

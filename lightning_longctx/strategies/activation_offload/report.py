@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.strategies.activation_offload.settings import GIB, MIB, ActivationOffload
+from lightning_longctx.strategies.activation_offload.settings import ActivationOffload
+from lightning_longctx.units import GIB, MIB
 
 __all__ = ["OffloadCounters", "describe", "refuse_nothing_moved"]
 

@@ -9,14 +9,12 @@ from typing import Any, Literal, get_args
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.settings import as_settings
+from lightning_longctx.units import MIB
 
-__all__ = ["GIB", "MIB", "ActivationOffload", "OffloadLevel", "OffloadMode", "as_offload"]
+__all__ = ["ActivationOffload", "OffloadLevel", "OffloadMode", "as_offload"]
 
 OffloadMode = Literal["none", "sync", "async"]
 OffloadLevel = Literal["boundary", "all", "policy"]
-
-MIB = 2**20
-GIB = 2**30
 
 _FIELD = "strategy.activation_offload"
 _MAX_GIB = 2**16  # 64 TiB: more is a mistaken unit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,7 +24,7 @@ from lightning_longctx.tools.check.run import (
 )
 from lightning_longctx.tools.check.subject import Subject
 from lightning_longctx.tools.configuration import ReadConfiguration
-from lightning_longctx.tools.output import make_folders
+from lightning_longctx.tools.output import make_folders, write_json
 
 __all__ = ["CHECKS", "main", "run_checks"]
 
@@ -61,8 +60,7 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     make_folders({"--json": options.json and options.json.parent})
     report = run_checks(Subject(read(rest), options))
     print(report.to_text())
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.to_plain(), indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, report.to_plain())
     return 1 if report.findings else 0
 
 

@@ -24,9 +24,10 @@ from lightning_longctx.tools.check.subject import Subject
 from lightning_longctx.tools.output import human_bytes
 from lightning_longctx.tools.plan.options import PlanOptions
 from lightning_longctx.tools.plan.reading import read_run
-from lightning_longctx.tools.plan.search import GIB, Planner, with_margin
+from lightning_longctx.tools.plan.search import Planner, with_margin
 from lightning_longctx.tools.plan.shell import optimizers_of
 from lightning_longctx.tools.plan.stub import attach_trainer
+from lightning_longctx.units import GIB
 
 __all__ = ["check_devices", "check_disk", "check_memory", "check_port", "check_versions"]
 

@@ -31,7 +31,7 @@ from lightning_longctx.tools.doctor.launch import run_world
 from lightning_longctx.tools.doctor.options import DoctorOptions, read_options
 from lightning_longctx.tools.doctor.reference import Reference, ReferenceStep
 from lightning_longctx.tools.doctor.report import REPORT, DoctorReport, model_name
-from lightning_longctx.tools.output import make_folders
+from lightning_longctx.tools.output import make_folders, write_json
 
 __all__ = ["main"]
 
@@ -72,11 +72,9 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
             print(f"{world_size} process(es): {perf_counter() - began:.0f} s", file=sys.stderr)
     report = DoctorReport(_facts(subject, options), findings, perf_counter() - start)
     print(report.to_text())
-    files = {options.folder / "doctor.md": f"{report.to_text()}\n"}
-    for path in filter(None, (options.folder / REPORT, options.json)):
-        files[path] = json.dumps(report.to_plain(), indent=1) + "\n"
-    for path, text in files.items():
-        path.write_text(text, encoding="utf-8")
+    (options.folder / "doctor.md").write_text(f"{report.to_text()}\n", encoding="utf-8")
+    for path in (options.folder / REPORT, options.json):
+        write_json(path, report.to_plain())
     return 1 if report.faults else 0
 
 

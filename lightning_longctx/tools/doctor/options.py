@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_longctx.tools.flags import FlagParser, integer
+from lightning_longctx.tools.flags import FlagParser, integer, number
 
 __all__ = ["FOLDER", "DoctorOptions", "read_options"]
 
 #: Where the last report is.
 FOLDER = Path("runs/doctor")
+
+_SHARE = number("a number between 0 and 1 such as 1e-5", 0, 1)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def _parser() -> FlagParser:
     add("full", action="store_true", help="the whole model, not a small one of its family")
     add("layouts", type=integer(1), default=default.layouts, help="random layouts (%(default)s)")
     add("seed", type=integer(0), default=default.seed, help="of the layouts (%(default)s)")
-    add("tolerance", type=_small, default=default.tolerance, help="largest relative error (%(default)s)")
+    add("tolerance", type=_SHARE, default=default.tolerance, help="largest relative error (%(default)s)")
     add("row-tokens", type=_tokens, default=default.row_tokens, help="tokens of a row (%(default)s)")
     add("processes", type=int, choices=(1, 2, 4), default=default.processes, help="of the largest world (%(default)s)")
     add("timeout", type=integer(1), default=default.timeout, help="seconds for each world (%(default)s)")
@@ -76,14 +78,4 @@ def _tokens(text: str) -> int:
     value = integer(24)(text)
     if value % 4:
         raise argparse.ArgumentTypeError(f"must be a multiple of 4, the most ranks of a row, but got {text!r}")
-    return value
-
-
-def _small(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number between 0 and 1 such as 1e-5 but got {text!r}")
     return value

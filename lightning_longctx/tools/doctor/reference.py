@@ -22,7 +22,7 @@ from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.doctor.cases import document_rows
 from lightning_longctx.tools.doctor.fits import Rows, fresh, make_trainer, whole
 
-__all__ = ["PlainTwin", "Reference", "ReferenceStep", "reference_steps", "token_losses"]
+__all__ = ["PlainTwin", "Reference", "ReferenceStep"]
 
 
 class PlainTwin(Protocol):
@@ -48,21 +48,6 @@ class ReferenceStep:
     loss: float
     gradients: dict[str, Tensor]
     margin: float
-
-
-def reference_steps(template: pl.LightningModule, steps: Sequence[Sequence[PackedBatch]]) -> list[ReferenceStep]:
-    """Compute what each step should give.
-
-    Args:
-        template: never given to a Trainer itself.
-        steps: whole rows.
-    """
-    return Reference(template).steps(steps)
-
-
-def token_losses(template: pl.LightningModule, rows: Sequence[PackedBatch]) -> list[Tensor]:
-    """The loss of each token of each row, ``[T]``, documents one by one."""
-    return Reference(template).token_losses(rows)
 
 
 class Reference:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,12 +11,13 @@ import yaml
 
 from lightning_longctx.strategies.memory import MemorySettings, Switch, next_switches, possible_sp_sizes
 from lightning_longctx.tools.configuration import ReadConfiguration
-from lightning_longctx.tools.output import make_folders
+from lightning_longctx.tools.output import make_folders, write_json
 from lightning_longctx.tools.plan.options import PlanOptions, read_options
 from lightning_longctx.tools.plan.plot import check_plot, save_plot
 from lightning_longctx.tools.plan.reading import Run, read_run
 from lightning_longctx.tools.plan.report import PlanReport, Variant
-from lightning_longctx.tools.plan.search import GIB, Planner, all_changes, combine, last_of_each, nested
+from lightning_longctx.tools.plan.search import Planner, all_changes, combine, last_of_each, nested
+from lightning_longctx.units import GIB
 
 __all__ = ["main", "plan"]
 
@@ -49,8 +49,7 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     report, switches = plan(run, options, tell=partial(print, file=sys.stderr))
     print(report.to_text())
     (options.folder / "plan.md").write_text(report.to_text(), encoding="utf-8")
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.to_plain(), indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, report.to_plain())
     if options.write is not None and switches is not None:
         options.write.write_text(_as_yaml(switches, run), encoding="utf-8")
     save_plot(plot, report.variants, options.device_gb)

@@ -9,10 +9,10 @@ from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.plan.report import Variant
 from lightning_longctx.tools.plan.search import with_margin
 from lightning_longctx.tools.plan.storages import CATEGORIES
+from lightning_longctx.units import GIB
 
 __all__ = ["check_plot", "save_plot"]
 
-_GIB = 2**30
 # Told apart also by those who see few colours (the palette of Okabe and Ito).
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#D55E00", "#CC79A7", "#E69F00")
 
@@ -42,10 +42,10 @@ def save_plot(path: Path, variants: Sequence[Variant], device_gib: float) -> Non
     peaks = [max(variant.peaks.phases, key=lambda phase: phase.peak) for variant in variants]
     places, starts = list(range(len(variants))), [0.0] * len(variants)
     for name, colour in zip(CATEGORIES, _COLOURS, strict=True):
-        widths = [phase.parts.get(name, 0) / _GIB for phase in peaks]
+        widths = [phase.parts.get(name, 0) / GIB for phase in peaks]
         axes.barh(places, widths, left=starts, color=colour, label=name)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    margins = [with_margin(phase.peak) / _GIB - phase.peak / _GIB for phase in peaks]
+    margins = [with_margin(phase.peak) / GIB - phase.peak / GIB for phase in peaks]
     axes.barh(places, margins, left=starts, color="none", edgecolor="#888888", hatch="//", label="margin")
     axes.axvline(device_gib, color="black", linestyle="--")
     axes.set_yticks(places, [variant.name for variant in variants])

@@ -16,7 +16,7 @@ from lightning_longctx.strategies import LongContextFSDPStrategy
 from lightning_longctx.strategies.memory import MemorySettings, settings_of
 from lightning_longctx.strategies.mesh import check_world
 from lightning_longctx.strategies.ulysses import check_heads
-from lightning_longctx.tools.configuration import RunConfiguration
+from lightning_longctx.tools.configuration import RunConfiguration, device_count
 from lightning_longctx.tools.plan.options import PlanOptions
 from lightning_longctx.tools.plan.shell import group_experts
 from lightning_longctx.tools.plan.step import Step
@@ -61,7 +61,10 @@ def read_run(configuration: RunConfiguration, options: PlanOptions) -> Run:
     sections = configuration.settings
     trainer: Mapping[str, Any] = sections.get("trainer") or {}
     strategy = _strategy(configuration.build("strategy"))
-    per_node = options.devices or _number_of_devices(trainer.get("devices"))
+    per_node = options.devices or device_count(trainer.get("devices"))
+    if not per_node:
+        fix = "Write `--devices 8`: the machine that this is for need not be here."
+        raise ConfigurationError("trainer.devices", "must be a number", repr(trainer.get("devices")), fix)
     world_size = per_node * int(trainer.get("num_nodes") or 1)
     sizes = (strategy.sequence_parallel_size, strategy.data_parallel_replicate_size)
     check_world(world_size, *sizes)
@@ -86,15 +89,6 @@ def _strategy(strategy: Any) -> LongContextFSDPStrategy:
         fix = "Write `trainer: {strategy: longctx_fsdp}`; what others need is not known here."
         raise ConfigurationError("trainer.strategy", "must be LongContextFSDPStrategy", name, fix)
     return strategy
-
-
-def _number_of_devices(devices: Any) -> int:
-    if isinstance(devices, (list, tuple)):
-        return len(devices)
-    if str(devices).isdigit() and int(devices) > 0:
-        return int(devices)
-    fix = "Write `--devices 8`: the machine that this is for need not be here."
-    raise ConfigurationError("trainer.devices", "must be a number", repr(devices), fix)
 
 
 def _row_tokens(data: Any, asked: int | None, sp_size: int) -> int:

@@ -9,13 +9,13 @@ from lightning_longctx.tools.output import markdown_table
 from lightning_longctx.tools.plan.peaks import Peaks
 from lightning_longctx.tools.plan.search import MARGIN_BYTES, MARGIN_SHARE, with_margin
 from lightning_longctx.tools.plan.storages import CATEGORIES
+from lightning_longctx.units import GIB
 
 __all__ = ["PlanReport", "Variant"]
 
 #: Raised when a key of the JSON form changes its name or meaning.
 JSON_VERSION = 1
 
-_GIB = 2**30
 
 _NOT_MODELLED = (
     "Not simulated: rounding and fragmentation of the allocator, NCCL's buffers, the CUDA context, workspaces of"
@@ -88,7 +88,7 @@ class PlanReport:
     def to_text(self) -> str:
         """The report as Markdown that is readable in a terminal."""
         facts, configured = self.facts, self.variants[0]
-        needed, device = with_margin(configured.peaks.peak) / _GIB, facts["device_gib"]
+        needed, device = with_margin(configured.peaks.peak) / GIB, facts["device_gib"]
         verdict = "fits" if self.fits else "does not fit"
         lines = [
             "# longctx plan",
@@ -98,7 +98,7 @@ class PlanReport:
             f"Switched on: {', '.join(facts['switched_on']) or 'nothing'}.",
             "",
             f"It {verdict}: {needed:.1f} GiB with margin of {device:g} GiB, set by the {configured.peaks.binding}."
-            f" Margin: {MARGIN_SHARE:.0%} and {MARGIN_BYTES / _GIB:g} GiB.",
+            f" Margin: {MARGIN_SHARE:.0%} and {MARGIN_BYTES / GIB:g} GiB.",
             self.advice,
             "",
             "## One device at the peak of each phase, in GiB",
@@ -117,12 +117,12 @@ class PlanReport:
         first, peak = self.variants[0].peaks.peak, variant.peaks.peak
         return (
             variant.name,
-            f"{peak / _GIB:.1f}",
-            "" if variant is self.variants[0] else f"{(peak - first) / _GIB:+.1f}",
-            f"{with_margin(peak) / _GIB:.1f}",
+            f"{peak / GIB:.1f}",
+            "" if variant is self.variants[0] else f"{(peak - first) / GIB:+.1f}",
+            f"{with_margin(peak) / GIB:.1f}",
             "yes" if variant.fits else "no",
             variant.peaks.binding,
-            f"{variant.peaks.host * self.facts['ranks_per_node'] / _GIB:.1f}",
+            f"{variant.peaks.host * self.facts['ranks_per_node'] / GIB:.1f}",
             "-" if variant.longest is None else f"{variant.longest:,}",
         )
 
@@ -132,4 +132,4 @@ _VARIANT_HEAD = ("change", "peak", "against", "with margin", "fits", "set by", "
 
 def _phase_row(phase: Any) -> tuple[str, ...]:
     parts = [phase.parts.get(name, 0) for name in CATEGORIES]
-    return (phase.name, *(f"{value / _GIB:.2f}" for value in parts), f"{phase.peak / _GIB:.2f}")
+    return (phase.name, *(f"{value / GIB:.2f}" for value in parts), f"{phase.peak / GIB:.2f}")

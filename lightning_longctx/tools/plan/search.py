@@ -10,9 +10,9 @@ from typing import Any
 from lightning_longctx.strategies.memory import MemorySettings, Switch, next_switches
 from lightning_longctx.tools.plan.peaks import Peaks, phase_peaks
 from lightning_longctx.tools.plan.reading import Run
+from lightning_longctx.units import GIB
 
 __all__ = [
-    "GIB",
     "MARGIN_BYTES",
     "MARGIN_SHARE",
     "Planner",
@@ -23,7 +23,6 @@ __all__ = [
     "with_margin",
 ]
 
-GIB = 2**30
 #: What the allocator loses to rounding and fragmentation, as a part of the peak. A judgement, not a measurement: more
 #: may be lost without PyTorch's expandable segments.
 MARGIN_SHARE = 0.05

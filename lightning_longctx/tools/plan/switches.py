@@ -21,10 +21,9 @@ from lightning_longctx.strategies.activation_offload.policy import checkpoint_co
 from lightning_longctx.strategies.matching import match_modules
 from lightning_longctx.strategies.memory import MemorySettings
 from lightning_longctx.strategies.tiled_mlp import apply_tiles
+from lightning_longctx.units import GIB
 
 __all__ = ["prepare_blocks"]
-
-_GIB = 2**30
 
 
 def prepare_blocks(module: nn.Module, blocks: Sequence[nn.Module], settings: MemorySettings) -> None:
@@ -57,7 +56,7 @@ def prepare_blocks(module: nn.Module, blocks: Sequence[nn.Module], settings: Mem
 def _offloader(settings: ActivationOffload) -> Offloader:
     """The offloader of training, over memory that is only counted. This machine's host memory is not asked for."""
     backend = _CountedCopies(torch.device("cpu"))
-    limit = sys.maxsize if settings.host_limit_gib is None else int(settings.host_limit_gib * _GIB)
+    limit = sys.maxsize if settings.host_limit_gib is None else int(settings.host_limit_gib * GIB)
     return Offloader(settings, backend, HostArena(backend, limit))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from lightning_longctx.datamodules import DynamicBatchingDataModule
 from lightning_longctx.datamodules.choosing import POLICIES, resolve_policy
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.configuration import ReadConfiguration, RunConfiguration, layout_of
-from lightning_longctx.tools.output import make_folders
+from lightning_longctx.tools.output import make_folders, write_json
 from lightning_longctx.tools.probe.measures import PolicyFigures, histogram, policy_figures
 from lightning_longctx.tools.probe.options import ProbeOptions, read_options
 from lightning_longctx.tools.probe.plot import check_plot, save_plot
@@ -191,8 +190,7 @@ def complete_tokenizer(data: DynamicBatchingDataModule, configuration: RunConfig
 
 def _save(report: ProbeReport, options: ProbeOptions) -> None:
     report.save(options.folder)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.to_plain(), indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, report.to_plain())
     assert options.plot is not None
     save_plot(options.plot, report.policies, report.buckets)
     print(f"Tables in {options.folder}, plot in {options.plot}.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_longctx.tools.flags import FlagParser, integer
+from lightning_longctx.tools.flags import FlagParser, integer, number
 
 __all__ = ["ProbeOptions", "read_options"]
 
@@ -71,10 +71,5 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _percent(text: str) -> float:
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = -1.0
-    if not 1 < value <= 100:  # 0.985 is meant as a fraction, and would let anything pass
-        raise argparse.ArgumentTypeError(f"must be a percentage such as 98.5 but got {text!r}")
-    return value
+    # 0.985 is meant as a fraction, and would let anything pass
+    return number("a percentage such as 98.5", 1, 100)(text.removesuffix("%"))

@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.configuration import ReadConfiguration
+from lightning_longctx.tools.output import human_bytes
 from lightning_longctx.tools.report.facts import facts_of, findings_of, plain_number
 from lightning_longctx.tools.report.missing import missing_parts
-from lightning_longctx.tools.report.numbers import size
 from lightning_longctx.tools.report.options import read_options
 from lightning_longctx.tools.report.page import page_of
 from lightning_longctx.tools.report.run import Run, read_runs
@@ -40,7 +40,7 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     runs = read_runs(options.runs)
     text = page_of(runs, installed_versions().get("lightning-longctx", "(a source tree)"))
     _write(options.out, "--out", text)
-    print(f"Report of {', '.join(run.name for run in runs)}: {options.out} ({size(len(text.encode()))}).")
+    print(f"Report of {', '.join(run.name for run in runs)}: {options.out} ({human_bytes(len(text.encode()))}).")
     findings = [f"{run.name}: {found}" for run in runs for found in findings_of(run)]
     for line in findings:
         print(line)

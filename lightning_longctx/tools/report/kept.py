@@ -7,8 +7,9 @@ from pathlib import Path
 
 from lightning_longctx.checkpoint.discovery import Found, scan
 from lightning_longctx.checkpoint.scores import read_scores
+from lightning_longctx.tools.output import human_bytes
 from lightning_longctx.tools.report.html import Markup, join, tag
-from lightning_longctx.tools.report.numbers import short, size, whole
+from lightning_longctx.tools.report.numbers import short, whole
 from lightning_longctx.tools.report.run import Run
 
 __all__ = ["kept_checkpoints"]
@@ -40,5 +41,6 @@ def _row(found: Found, scores: dict[str, float], best: str) -> list[str]:
     commit, name = found.commit, found.path.name
     notes: Sequence[str] = [found.problem, "best" if name == best else ""]
     score = short(scores[name]) if name in scores else "-"
-    known = ["?", "?", "?"] if commit is None else [whole(commit.step), " + ".join(commit.slots), size(commit.size)]
-    return [name, *known, score, "; ".join(note for note in notes if note)]
+    known = ["?", "?"] if commit is None else [whole(commit.step), " + ".join(commit.slots)]
+    size = human_bytes(None if commit is None else commit.size)
+    return [name, *known, size, score, "; ".join(note for note in notes if note)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["decades", "duration", "pleasant_ticks", "short", "size", "whole"]
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+__all__ = ["decades", "duration", "pleasant_ticks", "short", "whole"]
 
 
 def short(value: float) -> str:
@@ -48,14 +46,6 @@ def duration(seconds: float) -> str:
         if total >= length:
             return f"{total // length} {big} {total % length // part} {small}"
     return f"{total // 60} min {total % 60} s"
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units."""
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.1f} {_UNITS[unit]}" if unit else f"{count:.0f} B"
 
 
 def pleasant_ticks(low: float, high: float, most: int) -> list[float]:

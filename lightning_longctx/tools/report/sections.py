@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning_longctx.tools.output import human_bytes
 from lightning_longctx.tools.report.charts import COLOURS, Line, chart, sparkline
 from lightning_longctx.tools.report.curves import other_charts, standard_charts
 from lightning_longctx.tools.report.facts import facts_of, findings_of
@@ -14,7 +15,7 @@ from lightning_longctx.tools.report.heatmaps import load_by_window, load_over_ti
 from lightning_longctx.tools.report.html import Markup, join, tag
 from lightning_longctx.tools.report.kept import kept_checkpoints
 from lightning_longctx.tools.report.missing import missing_parts
-from lightning_longctx.tools.report.numbers import duration, short, size, whole
+from lightning_longctx.tools.report.numbers import duration, short, whole
 from lightning_longctx.tools.report.run import Run
 
 __all__ = ["sections_of"]
@@ -166,7 +167,7 @@ def _saves(runs: Sequence[Run]) -> Markup | None:
                     duration(float(seconds.sum())),
                     duration(float(seconds.max())) if len(seconds) else "-",
                     duration(float(writes.values.max())) if len(writes) else "-",
-                    size(written.last) if len(written) else "-",
+                    human_bytes(written.last) if len(written) else "-",
                 ]
             )
     if not rows:

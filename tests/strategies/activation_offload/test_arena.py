@@ -12,8 +12,8 @@ from lightning_longctx import ConfigurationError
 from lightning_longctx.strategies.activation_offload.arena import HostArena
 from lightning_longctx.strategies.activation_offload.backend import check_pinned_settings
 from lightning_longctx.strategies.activation_offload.host_memory import available_memory, host_limit
-from lightning_longctx.strategies.activation_offload.settings import GIB, MIB
 from lightning_longctx.strategies.activation_offload.virtual import VirtualBackend
+from lightning_longctx.units import GIB, MIB
 from tests.strategies.activation_offload.helpers import Model, batch, expected, gradients, running, same, settings
 
 

@@ -11,10 +11,10 @@ import torch
 from lightning_longctx import ConfigurationError, LongContextFSDPStrategy
 from lightning_longctx.strategies.activation_offload import ActivationOffload, as_offload, offload_activations
 from lightning_longctx.strategies.activation_offload.report import OffloadCounters, describe, refuse_nothing_moved
-from lightning_longctx.strategies.activation_offload.settings import GIB, MIB
 from lightning_longctx.strategies.activation_offload.setup import backend_for
 from lightning_longctx.strategies.activation_offload.virtual import VirtualBackend
 from lightning_longctx.strategies.matching import match_modules
+from lightning_longctx.units import GIB, MIB
 from tests.strategies.activation_offload.helpers import Model, batch, running, settings
 
 

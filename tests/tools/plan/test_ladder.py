@@ -12,8 +12,9 @@ from lightning_longctx.batch import model_inputs
 from lightning_longctx.integrations import CausalLMModule
 from lightning_longctx.integrations.head import head_of
 from lightning_longctx.tools.plan.reading import Run
-from lightning_longctx.tools.plan.search import GIB, Planner
+from lightning_longctx.tools.plan.search import Planner
 from lightning_longctx.tools.plan.step import Step
+from lightning_longctx.units import GIB
 from tests.tools.plan.helpers import settings, shapes
 
 #: Llama-3.1-8B, written by hand.

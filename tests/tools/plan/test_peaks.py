@@ -21,6 +21,7 @@ from lightning_longctx.tools.plan.shell import group_experts
 from lightning_longctx.tools.plan.step import Step
 from lightning_longctx.tools.plan.storages import StorageCounter
 from tests.helpers.pool import run_ranks
+from tests.helpers.trainers import quiet_trainer
 from tests.parity.rows import VOCABULARY
 from tests.strategies.own_model import OwnModule
 from tests.tools.plan.helpers import TINY, own_shapes, settings, shapes
@@ -61,16 +62,11 @@ class LastStep(pl.Callback):
 
 def train(config: dict[str, Any], switches: dict[str, Any], devices: int, note: Callable[[], None]) -> None:
     """Three real steps."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=devices,
         max_steps=3,
         strategy=LongContextFSDPStrategy(**switches),
         callbacks=[LastStep(note)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
     )
     loader = DataLoader(Rows(), batch_size=None)

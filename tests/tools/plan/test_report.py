@@ -11,8 +11,8 @@ from lightning_longctx.tools.plan.options import read_options
 from lightning_longctx.tools.plan.peaks import Peaks
 from lightning_longctx.tools.plan.plot import check_plot, save_plot
 from lightning_longctx.tools.plan.report import PlanReport, Variant
-from lightning_longctx.tools.plan.search import GIB
 from lightning_longctx.tools.plan.storages import Segment
+from lightning_longctx.units import GIB
 
 FACTS = {
     "parameters": 8_030_261_248,

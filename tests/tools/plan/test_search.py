@@ -13,9 +13,10 @@ from lightning_longctx.strategies.memory import MemorySettings, Switch, next_swi
 from lightning_longctx.tools.plan import search
 from lightning_longctx.tools.plan.peaks import Peaks
 from lightning_longctx.tools.plan.reading import Run
-from lightning_longctx.tools.plan.search import GIB, Planner, all_changes, combine, nested, with_margin
+from lightning_longctx.tools.plan.search import Planner, all_changes, combine, nested, with_margin
 from lightning_longctx.tools.plan.step import Step
 from lightning_longctx.tools.plan.storages import Segment
+from lightning_longctx.units import GIB
 from tests.tools.plan.helpers import settings, shapes
 
 

@@ -45,7 +45,7 @@ def test_other_words_are_passed_on_in_order() -> None:
         (["--min-fill", "full"], "`--min-fill` must be a percentage"),
         (["--micro-batchs", "3"], "Did you mean --micro-batches?"),
         (["--jsn=x"], "Did you mean --json?"),
-        (["--dp"], "`--dp` expected one argument"),
+        (["--dp"], "`longctx probe` must be called as its help says, but got argument --dp: expected one argument"),
     ],
 )
 def test_mistakes(words: list[str], said: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lightning_longctx.callbacks.router_metrics import RouterLoad
-from lightning_longctx.callbacks.router_output import publish_window
+from lightning_longctx.callbacks.router_output import publish_window, run_folder
 
 STEPS = 30
 CONFIGURATION = """# torch==2.13.0
@@ -65,7 +65,7 @@ def write_run(path: Path, scale: float = 1.0) -> Path:
     for first, tokens in ((1, [6, 2, 0, 0]), (16, [2, 2, 2, 2])):
         window = (torch.tensor(tokens), torch.tensor([1, 1, 1, 5]))
         load = RouterLoad(first, first + 14, ("m.0", "m.1"), ("layer_00", "layer_01"), window, padding=0, dropped=0)
-        publish_window(load, path, [], first)
+        publish_window(load, run_folder(path, resumed=first > 1), [], first)
     return path
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_longctx.callbacks.router_metrics import RouterLoad, violations
-from lightning_longctx.callbacks.router_output import publish_window
+from lightning_longctx.callbacks.router_output import publish_window, run_folder
 from lightning_longctx.cli import main
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.report.metrics import read_metrics
@@ -59,7 +59,7 @@ def test_expert_load_is_what_the_callback_counted() -> None:
     for first, scale in ((1, 1), (11, 2), (11, 3)):  # the last window comes twice: a run that went back
         tokens = tuple(layer * scale for layer in layers)
         load = RouterLoad(first, first + 9, ("m.0", "m.1"), ("layer_00", "layer_01"), tokens, padding=0, dropped=0)
-        publish_window(load, Path("run"), [], first)
+        publish_window(load, run_folder(Path("run"), resumed=first > 1), [], first)
     table = Path("run/moe_router/tokens_per_expert.csv")
     table.write_text(table.read_text() + "21,30,layer_00,m.0,0,7")  # being written
     found = read_expert_load(table)

@@ -1,4 +1,4 @@
-"""Imports a script of ``examples/`` as a module."""
+"""Imports a script that is in no package as a module."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from types import ModuleType
 from tests.contracts.source import ROOT
 
 
-def load_example(name: str) -> ModuleType:
-    """The module of ``examples/<name>.py``, freshly run."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+def load_script(path: str) -> ModuleType:
+    """The module of a file, freshly run; its path is from the root of the repository."""
+    file = ROOT / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
