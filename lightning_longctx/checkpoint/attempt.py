@@ -26,7 +26,7 @@ from lightning_longctx.checkpoint.layout import (
     owner_file,
     seal,
 )
-from lightning_longctx.checkpoint.writing import SlotIndex
+from lightning_longctx.checkpoint.slot_files import SlotIndex
 from lightning_longctx.errors import CheckpointError
 
 __all__ = ["Attempt", "describe"]

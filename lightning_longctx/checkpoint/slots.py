@@ -22,8 +22,8 @@ from lightning_longctx.checkpoint.exchange import all_gather_json, broadcast_jso
 from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import FileFacts, extra_file
 from lightning_longctx.checkpoint.plain import to_bytes
+from lightning_longctx.checkpoint.slot_files import SlotIndex, write_rank_file
 from lightning_longctx.checkpoint.staging import StagedTensors, StagingBuffers
-from lightning_longctx.checkpoint.writing import SlotIndex, write_rank_file
 from lightning_longctx.errors import CheckpointError
 
 __all__ = ["Job", "Slot"]

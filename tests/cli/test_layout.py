@@ -44,7 +44,8 @@ def test_what_has_no_map_is_told(
     assert message in err
 
 
-def test_a_registered_name_has_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "longctx_fsdp", devices=[0, 1], num_nodes=1)
+@pytest.mark.parametrize("devices", [[0, 1], "0,1", "2"], ids=str)
+def test_a_registered_name_has_the_defaults(devices: object, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "longctx_fsdp", devices=devices, num_nodes=1)
     assert code == 0
     assert "data_parallel_shard 2 x sequence_parallel 1" in out

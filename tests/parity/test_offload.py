@@ -72,20 +72,31 @@ def test_four_ranks_replicas_and_limits(name):
 
 
 class _Compiled(_Module):
-    """Its layers are compiled one by one."""
+    """Its layers are compiled one by one: their calls."""
 
     def configure_model(self):
         fresh = self.model is None
         super().configure_model()
         if fresh:
             for layer in self.model.model.layers:
-                layer.compile(backend="aot_eager")
+                self.compile_layer(layer)
+
+    def compile_layer(self, layer):
+        layer.compile(backend="aot_eager")
+
+
+class _CompiledInside(_Compiled):
+    """What is computed again is compiled; a compiled call is refused with recompute."""
+
+    def compile_layer(self, layer):
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
 
 
 def _weights_after(name, weights, compiled, precision, options):
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    module = (_Compiled if compiled else _Module)(CONFIGS[name], 4, weights)
+    kind = _Compiled if options["activation_checkpointing"] == "none" else _CompiledInside
+    module = (kind if compiled else _Module)(CONFIGS[name], 4, weights)
     trainer = quiet_trainer(
         devices=2,
         strategy=LongContextFSDPStrategy(sequence_parallel_size=2, **options),
