@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -95,10 +96,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+#: Families whose routers other releases of transformers wrote otherwise: not found, or counted wrongly, with 5.8 and older.
+NEWER = ("granitemoe", "granitemoeshared", "longcat_flash", "switch_transformers", "dbrx")
+OLDER = Version(transformers.__version__) < Version("5.9")
+
+
+def skip_if_older(family: str) -> None:
+    if family not in transformers.CONFIG_MAPPING or (OLDER and family in NEWER):
+        pytest.skip(f"{family} needs a newer transformers than {transformers.__version__}")
+
+
 def build(family: str, settings: dict[str, Any]) -> nn.Module:
     """The family's causal language model; skipped by name where this version of transformers cannot make it."""
-    if family not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"{family} needs a newer transformers than {transformers.__version__}")
+    skip_if_older(family)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**_COMMON, **settings})
     return transformers.AutoModelForCausalLM.from_config(config).train()
@@ -153,6 +163,7 @@ def test_readers_of_single_families_count_the_choices_of_their_logits(family: st
 
 
 def test_switch_transformers_report_what_a_capacity_dropped() -> None:
+    skip_if_older("switch_transformers")
     config = transformers.SwitchTransformersConfig(
         vocab_size=64,
         d_model=32,
@@ -177,6 +188,7 @@ def test_switch_transformers_report_what_a_capacity_dropped() -> None:
 
 
 def test_dbrx_is_read_from_the_input_of_its_experts() -> None:
+    skip_if_older("dbrx")
     config = transformers.DbrxConfig(
         vocab_size=64,
         d_model=32,

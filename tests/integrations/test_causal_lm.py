@@ -308,7 +308,8 @@ def test_operations_are_those_that_a_step_runs(preset: str) -> None:
     assert flops is not None
     # The counter sees neither attention on the host nor the head's weight gradient, which is added in place.
     head = 2 * 64 * module.config.vocab_size * module.config.hidden_size
-    assert flops.of(tokens=64, squares=0) == counter.get_total_flops() + head
+    # Older transformers make rotary angles by a small matrix product.
+    assert flops.of(tokens=64, squares=0) == pytest.approx(counter.get_total_flops() + head, rel=1e-5)
     width = module.config.num_hidden_layers * module.config.num_attention_heads * module.config.head_dim
     assert flops.per_squared_length == 6 * width
 
