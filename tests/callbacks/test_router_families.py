@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-#: Families whose routers other releases of transformers wrote otherwise: not found, or counted wrongly, with 5.8 and older.
+#: Families whose routers older transformers (5.8 and before) wrote otherwise: not found, or counted wrongly.
 NEWER = ("granitemoe", "granitemoeshared", "longcat_flash", "switch_transformers", "dbrx")
 OLDER = Version(transformers.__version__) < Version("5.9")
 
