@@ -193,6 +193,21 @@ def test_disk_is_what_a_checkpoint_takes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
+    "schedule",
+    [
+        {"kind": "cosine", "warmup_steps": 2000},
+        {"kind": "cosine", "over": "tokens", "warmup_tokens": "1M"},
+    ],
+)
+def test_a_long_warm_up_hinders_no_check(schedule: dict[str, Any]) -> None:
+    end = {"class_path": "MaxTokens", "init_args": {"source": "2G"}}  # the recipe for chat ends so
+    config = changed(trainer={"max_steps": 50_000}, model={"schedule": schedule})
+    config["trainer"]["callbacks"] = [*config["trainer"]["callbacks"], end]
+    _, checks = check(config, "--device-gb", "80")
+    assert {checks[name]["verdict"] for name in ("memory", "disk")} == {"fine"}
+
+
+@pytest.mark.parametrize(
     ("settings", "whole", "parts"),
     [
         ({}, 3, 0),
