@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,28 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(
     assert fit("run.yaml", logger="false") == 2
     assert "`trainer.default_root_dir` must be" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("words", [["init", "quickstart"], ["init", "--help"]])
+def test_a_full_disk_is_told_in_one_line(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:  # takes what is written, and fails when that is to be kept
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            assert main(words) == 2
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # or closing it fails again
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "could not be written: No space left on device. Free some space" in said
+
+
+def test_other_errors_of_files_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(words: list[str]) -> int:
+        raise FileNotFoundError(2, "No such file or directory", "mine.txt")
+
+    monkeypatch.setattr("lightning_longctx.cli._run", fail)
+    with pytest.raises(FileNotFoundError):
+        main(["fit"])
