@@ -225,6 +225,12 @@ def test_how_many_checkpoints_there_are_at_most(settings: dict[str, Any], whole:
     assert weights == (0 if not parts else pytest.approx(one / 3, rel=1e-3)), "AdamW keeps two more of each"
 
 
+@pytest.mark.parametrize(("mode", "end"), [("total", "%"), ("effective", "% of the targets it may hold")])
+def test_the_fill_says_what_it_counts(mode: str, end: str) -> None:
+    _, checks = check(changed(data={"packing": {"count_mode": mode}}))
+    assert checks["first row"]["text"].endswith(end)
+
+
 def test_without_the_callback_no_disk_is_needed() -> None:
     _, checks = check(changed(trainer={"callbacks": None}))
     assert (checks["disk"]["verdict"], checks["start"]["verdict"]) == ("skipped", "fine")
