@@ -6,6 +6,7 @@ itself. Everything else is in :mod:`lightning_longctx.cli.app`.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -37,6 +38,9 @@ COMMANDS = {
 #: The exit code of a mistake in the configuration, as argparse has it.
 CONFIGURATION_EXIT_CODE = 2
 
+# What a disk answers that takes no more: no fault of the code, so one line says it better than a traceback.
+_NOT_WRITABLE = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
+
 # How long a rank other than 0 keeps its error for itself, in seconds. An error that all ranks agreed on is printed
 # once, because rank 0 ends its children before they speak; an error of one rank alone is printed after this time.
 _OTHER_RANK_DELAY = 5.0
@@ -63,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 when all went well, 1 when a tool found something, 2 for a mistake in the configuration or the
-        data, told in one line.
+        data, or a disk that takes no more, told in one line.
 
     Example:
         >>> main(["--version"])  # doctest: +ELLIPSIS
@@ -86,10 +90,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
     )
     try:
-        return _run(words)
+        code = _run(words)
+        sys.stdout.flush()  # here, where a disk that is full can be told
+        return code
     except (FieldError, CommandLineError) as error:
         _report(error)
-        return CONFIGURATION_EXIT_CODE
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE:
+            raise
+        place = f"`{error.filename}`" if error.filename else "a file"
+        fix = "Free some space or give another folder; checkpoints that are complete stay."
+        _report(CommandLineError(f"{place} could not be written: {error.strerror}. {fix}"))
+    return CONFIGURATION_EXIT_CODE
 
 
 def _run(words: list[str]) -> int:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from jsonargparse import ArgumentError
@@ -27,6 +28,7 @@ from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.explain import explain
 from lightning_longctx.cli.notes import ClosingNotes
 from lightning_longctx.cli.refusal import hidden_refusal
+from lightning_longctx.cli.saving import KeepingSaveConfig, check_writable
 from lightning_longctx.cli.schema import Place, class_names, spell_flag
 from lightning_longctx.errors import ConfigurationError, FieldError
 from lightning_longctx.tools.before_start import check_checkpoint_path, check_sizes
@@ -110,6 +112,7 @@ class LongContextCLI(LightningCLI):
         self._arguments = read_arguments(words)
         self._own = _own_classes(self._arguments)
         defaults: dict[str, Any] = {
+            "save_config_callback": partial(KeepingSaveConfig, given=self._arguments.files),
             "save_config_kwargs": {"overwrite": True},
             "trainer_class": Trainer,
             "parser_class": _ExactParser,
@@ -158,6 +161,8 @@ class LongContextCLI(LightningCLI):
         with self._told_in_one_line():
             super().instantiate_classes()
         trainer = self.trainer
+        if self._runs:
+            check_writable(trainer)
         check_sizes(trainer.strategy, self.datamodule, self.model, trainer.num_devices, trainer.num_nodes)
 
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:

@@ -35,11 +35,13 @@ class Arguments(NamedTuple):
         tree: configuration files and flags merged in order, later ones winning. Class settings given by flag stand
             where a file would have them (``init_args``).
         direct: the sections that had settings without a ``class_path``, at least until a later word named a class.
+        files: the configuration files by name; those that are written out on the command line are not here.
     """
 
     words: list[str]
     tree: dict[str, Any]
     direct: frozenset[str]
+    files: tuple[str, ...] = ()
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -63,13 +65,15 @@ def read_arguments(words: list[str]) -> Arguments:
     """
     tree: dict[str, Any] = {}
     direct: set[str] = set()
+    files: list[str] = []
     for flag in _flags(words):
         if flag.key in ("config", "c"):
             _merge(tree, _read_config(flag.value))
+            files += [] if isinstance(_read_value(flag.value), dict) else [flag.value]
         else:
             _set(tree, flag.key.replace("-", "_").split("."), flag.value)
         direct.update(key for key, value in tree.items() if isinstance(value, dict) and "class_path" not in value)
-    return Arguments(list(words), tree, frozenset(direct))
+    return Arguments(list(words), tree, frozenset(direct), tuple(files))
 
 
 def _flags(words: list[str]) -> Iterator[_Flag]:
@@ -112,6 +116,9 @@ def _read_config(name: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         fix = "Correct the line; a mapping needs `key: value` and equal indentation."
         raise ConfigurationError("--config", "must be valid YAML", f"{name}: {_in_one_line(error)}", fix) from None
+    except OSError as error:
+        fix = "Change its permissions, or give another file."
+        raise ConfigurationError("--config", "must be a file that can be read", str(error), fix) from None
     if not isinstance(content, dict):
         got = f"{name} with a {type(content).__name__}"
         raise ConfigurationError(

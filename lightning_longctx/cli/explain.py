@@ -147,7 +147,7 @@ def _condense(message: str) -> str:
     missing = re.search(r"following arguments are required: ([\w., ]+)", text)
     if missing:
         names = ", ".join(f"`{path}.{name.strip()}`" if path else f"`{name.strip()}`" for name in missing[1].split(","))
-        return f"{names} must be given"
+        return f"{names} must be given. Add it to the file of `--config`; `longctx init` has files to start from."
     return f"`{path}` {text}" if path else text
 
 

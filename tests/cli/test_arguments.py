@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,14 @@ def test_a_missing_file_is_answered_with_the_nearest(write: Callable[..., str]) 
 )
 def test_nearest(name: str, known: list[str], found: str | None) -> None:
     assert nearest(name, known) == found
+
+
+def test_a_file_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("run.yaml").write_text("trainer: {}")
+
+    def refuse(path: Path, encoding: str) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)  # whoever runs the tests may read everything
+    with pytest.raises(ConfigurationError, match=r"a file that can be read, but got .*Permission denied: 'run.yaml'"):
+        read_arguments(["--config", "run.yaml"])

@@ -141,7 +141,10 @@ def test_wrong_value(flag: str, said: str, texts: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("config", [{}, {"data": {"max_seq_len": 64}}])
 def test_missing_sources(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(config, capsys).endswith("`data.sources` must be given")
+    said = refused(config, capsys)
+    assert said.endswith(
+        "`data.sources` must be given. Add it to the file of `--config`; `longctx init` has files to start from."
+    )
 
 
 def test_a_package_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:

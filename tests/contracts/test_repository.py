@@ -95,6 +95,11 @@ def test_files_are_small() -> None:
     assert {str(file) for file in _everything() if file.stat().st_size > MAX_BYTES} == set()
 
 
+def test_no_checkpoint_of_a_test_has_slipped_in() -> None:
+    endings = {".ckpt", ".distcp", ".pt", ".safetensors"}
+    assert [path for path in _files() if path.suffix in endings or path.name == "COMMIT.json"] == []
+
+
 def test_code_is_ascii() -> None:
     code = [file for file in _everything() if file.suffix in {".py", ".yaml", ".toml"}]
     assert [str(file) for file in code if not file.read_text().isascii()] == []

@@ -95,10 +95,11 @@ def check_first_row(subject: Subject) -> Check:
         {"source": data.source_names[source], "number": number, "tokens": tokens}
         for source, number, tokens in row.documents
     ]
+    of = " of the targets it may hold" if data.packing_facts.count_mode == "effective" else ""  # a fit tells its tokens
     text = (
         f"{stream.first_documents:,} document(s) read in {stream.first_seconds:.1f} s; the row holds"
         f" {', '.join(f'{count:,} of {name}' for name, count in names.items())}"
-        f" ({_lengths([tokens for _, _, tokens in row.documents])}), filled to {row.fill:.1%}"
+        f" ({_lengths([tokens for _, _, tokens in row.documents])}), filled to {row.fill:.1%}{of}"
     )
     return Check("first row", "fine", text, {"read": stream.first_documents, "fill": row.fill, "documents": documents})
 

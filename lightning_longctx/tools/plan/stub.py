@@ -12,8 +12,8 @@ from lightning_longctx.topology import Topology
 
 __all__ = ["attach_trainer"]
 
-# A horizon for schedules: rates do not change memory.
-_ANY_NUMBER_OF_STEPS = 1000
+# A horizon for schedules, behind any warm-up in steps or in tokens: rates do not change memory.
+_ANY_NUMBER_OF_STEPS = 10**12
 
 
 def attach_trainer(module: LightningModule, settings: MemorySettings, accumulate: int, tokens: int, group: Any) -> None:

@@ -193,6 +193,21 @@ def test_disk_is_what_a_checkpoint_takes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
+    "schedule",
+    [
+        {"kind": "cosine", "warmup_steps": 2000},
+        {"kind": "cosine", "over": "tokens", "warmup_tokens": "1M"},
+    ],
+)
+def test_a_long_warm_up_hinders_no_check(schedule: dict[str, Any]) -> None:
+    end = {"class_path": "MaxTokens", "init_args": {"source": "2G"}}  # the recipe for chat ends so
+    config = changed(trainer={"max_steps": 50_000}, model={"schedule": schedule})
+    config["trainer"]["callbacks"] = [*config["trainer"]["callbacks"], end]
+    _, checks = check(config, "--device-gb", "80")
+    assert {checks[name]["verdict"] for name in ("memory", "disk")} == {"fine"}
+
+
+@pytest.mark.parametrize(
     ("settings", "whole", "parts"),
     [
         ({}, 3, 0),
@@ -208,6 +223,12 @@ def test_how_many_checkpoints_there_are_at_most(settings: dict[str, Any], whole:
     one, needed = checks["disk"]["checkpoint_bytes"], checks["disk"]["needed_bytes"]
     weights = (needed - whole * one) / max(parts, 1)
     assert weights == (0 if not parts else pytest.approx(one / 3, rel=1e-3)), "AdamW keeps two more of each"
+
+
+@pytest.mark.parametrize(("mode", "end"), [("total", "%"), ("effective", "% of the targets it may hold")])
+def test_the_fill_says_what_it_counts(mode: str, end: str) -> None:
+    _, checks = check(changed(data={"packing": {"count_mode": mode}}))
+    assert checks["first row"]["text"].endswith(end)
 
 
 def test_without_the_callback_no_disk_is_needed() -> None:
