@@ -60,7 +60,7 @@ def recipes() -> dict[str, Path]:
     folder = package / "recipes"
     if not folder.is_dir():  # a clone: nothing was built
         folder = package.parent / "examples"
-    paths = sorted(path for path in folder.glob("*") if path.is_file() and path.suffix in (".yaml", ".py", ".sh"))
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix in (".yaml", ".py", ".sh"))
     named = {path.stem if path.suffix == ".yaml" else path.name: path for path in paths}
     return dict(sorted(named.items(), key=lambda item: item[1].suffix != ".yaml"))
 

@@ -21,9 +21,9 @@ def test_a_recipe_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_all_configurations_and_scripts_of_the_examples_are_there() -> None:
-    expected = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".yaml", ".py", ".sh")}
+    expected = {path.name for path in (ROOT / "examples").rglob("*") if path.suffix in (".yaml", ".py", ".sh")}
     assert {path.name for path in recipes().values()} == expected
-    assert {"quickstart", "own_model.py"} <= recipes().keys()
+    assert {"quickstart", "own_model.py", "torchrun.sh"} <= recipes().keys()
 
 
 @pytest.mark.parametrize("path", recipes().values(), ids=recipes())
