@@ -20,18 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from benchmarks.figures import Figure, figure_table
 from benchmarks.packing_tables import write_tables
+from lightning_longctx.tools.versions import installed_versions
 
 __all__ = ["BENCHMARKS", "Benchmark", "main"]
 
 ROOT = Path(__file__).parents[1]
-_PACKAGES = ("lightning-longctx", "torch", "lightning", "transformers", "torchdata")
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def machine() -> dict[str, str]:
     """What the figures were measured on, and when."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     about = {"date": date.today().isoformat(), "device": device, "cores": str(os.cpu_count())}
-    return about | {"processor": _processor(), "python": platform.python_version()} | _versions()
+    return about | {"processor": _processor()} | installed_versions()
 
 
 def _processor() -> str:
@@ -112,16 +111,6 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "source tree"
-    return found
 
 
 def write_csv(path: Path, results: Results) -> None:
