@@ -1,7 +1,8 @@
 """All benchmarks, one after another: figures of each feature next to its peers' as a table and as CSV.
 
 Each runs in a process of its own and writes its numbers; its ``figures`` puts them next to the peers'. A benchmark that
-fails does not stop the others, and is told at the end.
+fails does not stop the others, and is told at the end. The CSV file keeps the last figures of each benchmark, so one of
+them can be run anew; the page is made from the file.
 
     python -m benchmarks [NAME ...] [--quick] [--csv PATH] [--docs PATH] [--list]
 """
@@ -40,17 +41,21 @@ class Benchmark:
     Attributes:
         about: what it compares, in a few words.
         quick: arguments of a run of a minute or so; its figures are rough.
+        full: arguments of a run whose figures may stand on a page.
         needs_gpu: means nothing without one.
     """
 
     about: str
     quick: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
     needs_gpu: bool = False
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "packing": Benchmark(
-        "buffer policies against other packers", ("--seeds", "1", "--micro-batches", "30", "--parts", "grid")
+        "buffer policies against other packers",
+        ("--seeds", "1", "--micro-batches", "30", "--parts", "grid"),
+        ("--full",),  # with 3 streams of a cell its bars are a matter of luck
     ),
     "mix": Benchmark("the packed mix against the weights", ("--seeds", "1", "--rows", "60")),
     "data_wait": Benchmark(
@@ -68,6 +73,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 Results = dict[str, list[Figure]]
+Row = dict[str, str]
+
+_FIGURE = ("what", "ours", "unit", "peer", "theirs", "ratio", "against_peer", "bar", "bar_verdict", "more_is_better")
+_HEAD = ("benchmark", *_FIGURE)
 
 
 def run_all(names: Sequence[str], quick: bool) -> tuple[Results, dict[str, str]]:
@@ -90,8 +99,11 @@ def run_all(names: Sequence[str], quick: bool) -> tuple[Results, dict[str, str]]
         print(f"\n== {name}: {benchmark.about}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "numbers.json"
-            words = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), *(benchmark.quick * quick)]
-            code = subprocess.run(words, cwd=ROOT, check=False).returncode  # 1: a bar of its own was not met
+            more = benchmark.quick if quick else benchmark.full
+            words = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(path), *more]
+            # In the folder that goes away, since a run of the command line leaves files where it starts.
+            run = subprocess.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+            code = run.returncode  # 1: a bar of its own was not met
             if not path.exists():
                 missing[name] = f"failed with exit status {code}"
                 continue
@@ -113,33 +125,61 @@ def _processor() -> str:
     return named[0] if named else platform.machine()
 
 
-def write_csv(path: Path, results: Results) -> None:
-    """A line for each figure, with everything that is known about the run."""
+def to_rows(results: Results) -> list[Row]:
+    """A row for each figure, with everything that is known about the run."""
     about = machine()
+    return [
+        {"benchmark": name}
+        | {column: "" if (value := getattr(one, column)) is None else str(value) for column in _FIGURE}
+        | about
+        for name, figures in results.items()
+        for one in figures
+    ]
+
+
+def merge_csv(path: Path, rows: Sequence[Row]) -> list[Row]:
+    """Put rows into a file in place of the older ones of the same benchmarks.
+
+    Returns:
+        All rows of the file, in the order of :data:`BENCHMARKS`.
+    """
+    new = {row["benchmark"] for row in rows}
+    kept: list[Row] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            kept = [
+                row for row in csv.DictReader(file) if row["benchmark"] in BENCHMARKS and row["benchmark"] not in new
+            ]
+    merged = sorted([*kept, *rows], key=lambda row: list(BENCHMARKS).index(row["benchmark"]))
+    columns = dict.fromkeys(column for row in merged for column in row)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        head = ("benchmark", "what", "ours", "unit", "peer", "theirs", "ratio", "against_peer", "bar", "bar_verdict")
-        writer.writerow([*head, *about])
-        for name, figures in results.items():
-            for one in figures:
-                row = (one.what, one.ours, one.unit, one.peer, one.theirs, one.ratio, one.against_peer, one.bar)
-                writer.writerow([name, *row, one.bar_verdict, *about.values()])
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(merged)
+    return merged
 
 
-def page_text(results: Results, missing: Mapping[str, str]) -> str:
+def page_text(rows: Sequence[Row], missing: Mapping[str, str]) -> str:
     """What stands on the page of results."""
-    about = machine()
-    lost = [
-        f"{name}: {one.what}" for name, figures in results.items() for one in figures if one.against_peer == "worse"
-    ]
-    failed = [
-        f"{name}: {one.what}" for name, figures in results.items() for one in figures if one.bar_verdict == "FAIL"
-    ]
-    parts = [", ".join(f"{name} {value}" for name, value in about.items()) + "."]
-    parts += [f"Not run: {name} ({why})." for name, why in missing.items()]
+    sections: dict[str, list[Row]] = {}
+    for row in rows:
+        sections.setdefault(row["benchmark"], []).append(row)
+    figures = {name: [_figure(row) for row in found] for name, found in sections.items()}
+    lost = [f"{name}: {one.what}" for name, found in figures.items() for one in found if one.against_peer == "worse"]
+    failed = [f"{name}: {one.what}" for name, found in figures.items() for one in found if one.bar_verdict == "FAIL"]
+    parts = [f"Not run: {name} ({why})." for name, why in missing.items() if name not in sections]
     parts += [f"Worse than a peer: {'; '.join(lost) or 'nothing'}.", f"Bars not met: {'; '.join(failed) or 'none'}."]
-    parts += [f"### {name}\n\n{BENCHMARKS[name].about}\n\n{figure_table(found)}" for name, found in results.items()]
+    for name, found in sections.items():
+        about = ", ".join(f"{key} {value}" for key, value in found[0].items() if key not in _HEAD and value)
+        parts.append(f"### {name}\n\n{BENCHMARKS[name].about}; {about}.\n\n{figure_table(figures[name])}")
     return "\n\n".join(parts)
+
+
+def _figure(row: Row) -> Figure:
+    """The figure of a row of the file."""
+    theirs, bar = (float(row[name]) if row[name] else None for name in ("theirs", "bar"))
+    more = row["more_is_better"] == "True"
+    return Figure(row["what"], float(row["ours"]), row["unit"], row["peer"], theirs, bar, more)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,8 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="which; default: all")
     parser.add_argument("--quick", action="store_true", help="a minute or so each; rough")
-    parser.add_argument("--csv", type=Path, help="write all figures here, with machine, versions and date")
-    parser.add_argument("--docs", type=Path, help="replace the figures on this page")
+    parser.add_argument("--csv", type=Path, help="keep the figures here, with machine, versions and date")
+    parser.add_argument("--docs", type=Path, help="replace the figures on this page, with all of the CSV file")
     parser.add_argument("--list", action="store_true", help="tell what there is, and stop")
     options = parser.parse_args(arguments)
     if options.list:
@@ -160,10 +200,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"{unknown[0]!r} is none of {', '.join(BENCHMARKS)}")
     results, missing = run_all(options.names or list(BENCHMARKS), options.quick)
-    text = page_text(results, missing)
-    print(f"\n{text}")
+    rows = to_rows(results)
     if options.csv:
-        write_csv(options.csv, results)
+        rows = merge_csv(options.csv, rows)
+    text = page_text(rows, missing)
+    print(f"\n{text}")
     if options.docs:
         write_tables(options.docs, {"benchmarks": text})
     broken = [why for why in missing.values() if why != "needs a GPU"]

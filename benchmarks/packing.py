@@ -122,7 +122,8 @@ def figures(results: dict[str, Any]) -> list[Figure]:
         found.append(Figure("documents before the first row", documents[0], "", peer, documents[1]))
         found.append(Figure("first fill", 100 * first[0], "%", peer, 100 * first[1], more_is_better=True))
         found.append(Figure("steady fill", 100 * steady[0], "%", peer, 100 * steady[1], more_is_better=True))
-    return found
+    missed = sum(bar["passed"] is False for bar in results["bars"])
+    return [*found, Figure("of its own bars, not met", missed, "", bar=0)]
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
