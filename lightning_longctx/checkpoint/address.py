@@ -152,6 +152,8 @@ def as_folder(path: PathLike, field: str = "path") -> Folder:
     text = str(path)
     if not is_address(text):
         return Path(next((text.removeprefix(prefix) for prefix in _LOCAL if text.startswith(prefix)), text))
+    if not text.partition("://")[2].strip("/"):
+        raise ConfigurationError(field, "must name a folder of the store", text, "Add one, such as `bucket/run`.")
     if getattr(path, "storage_options", None):
         fix = "Put them into the environment or into fsspec's configuration: `ckpt_path` and the tools know no more."
         raise ConfigurationError(field, "must be an address without settings of its own", repr(path), fix)
@@ -164,8 +166,6 @@ def as_folder(path: PathLike, field: str = "path") -> Folder:
         fix = "Check the address, and the credentials in the environment."
         got = f"{text}: {getattr(error, 'strerror', None) or error}"
         raise ConfigurationError(field, "must be an address that fsspec can open", got, fix) from None
-    if not address.path.strip("/"):
-        raise ConfigurationError(field, "must name a folder of the store", text, "Add one, such as `/runs/a`.")
     return address
 
 
