@@ -16,12 +16,7 @@ from typing_extensions import override
 
 from lightning_longctx.callbacks.checkpoint_io import check_callbacks, check_strategy, install_reader, remove_reader
 from lightning_longctx.callbacks.checkpoint_loggers import continue_loggers
-from lightning_longctx.callbacks.checkpoint_options import (
-    CheckpointOptions,
-    check_options,
-    checkpoint_folder,
-    folder_of_run,
-)
+from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions, check_options
 from lightning_longctx.callbacks.checkpoint_report import shown
 from lightning_longctx.callbacks.checkpoint_resume import (
     Resumed,
@@ -35,7 +30,7 @@ from lightning_longctx.callbacks.checkpoint_resume import (
 )
 from lightning_longctx.callbacks.checkpoint_run import CheckpointRun, RunPlan
 from lightning_longctx.callbacks.checkpoint_schedule import Schedule
-from lightning_longctx.checkpoint.address import Folder, as_folder
+from lightning_longctx.checkpoint.address import Folder, as_folder, folder_of_run
 from lightning_longctx.checkpoint.discovery import DEEP_BYTES, Found, find_latest, scan, verify
 from lightning_longctx.checkpoint.layout import COMMIT
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, load_weights
@@ -99,7 +94,7 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         mode: str = "min",
         options: CheckpointOptions = _OPTIONS,
     ) -> None:
-        self._given_dirpath = checkpoint_folder("dirpath", dirpath)
+        self._given_dirpath = None if dirpath is None else folder_of_run(dirpath)
         self.options = check_options(options)
         self._retention = Retention(keep_last, options.keep_every_n_steps, options.save_top_k if monitor else 0, mode)
         self._schedule = Schedule(every_n_train_steps, every_n_epochs, train_time_interval, optimizer_every_n_saves)

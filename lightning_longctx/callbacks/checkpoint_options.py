@@ -6,13 +6,12 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, NoReturn, cast
+from typing import Literal, NoReturn
 
-from lightning_longctx.checkpoint.address import Address, Folder, as_folder, is_address
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.units import check_whole
 
-__all__ = ["CheckpointOptions", "check_interval", "check_options", "checkpoint_folder", "folder_of_run", "local_folder"]
+__all__ = ["CheckpointOptions", "check_interval", "check_options", "local_folder"]
 
 _FIELD = "callbacks.AsyncDCPCheckpoint"
 
@@ -94,41 +93,19 @@ def check_interval(name: str, value: object, zero: bool = True) -> None:
         _refuse(name, "must be longer than nothing", value, fix)
 
 
-def checkpoint_folder(name: str, path: object) -> Folder | None:
-    """A folder of this machine, with the home folder for ``~``, or the address of one elsewhere.
-
-    Raises:
-        ConfigurationError: nothing at all, no path, or an address that cannot be used.
-    """
-    if path is None:
-        return None
-    if not str(path) or not (isinstance(path, (str, os.PathLike)) or is_address(path)):
-        _refuse(name, "must be a folder", path, "Give its path or address, or leave it out.")
-    folder = as_folder(cast(str, path), f"{_FIELD}.{name}")
-    return folder.expanduser() if isinstance(folder, Path) else folder
-
-
-def folder_of_run(dirpath: object, default_root_dir: object) -> Folder:
-    """The folder of a run's checkpoints: what was given, or ``checkpoints`` where the run's files go by default.
-
-    Raises:
-        ConfigurationError: a folder that cannot be used.
-    """
-    given = checkpoint_folder("dirpath", dirpath or None)
-    return given or as_folder(cast(str, default_root_dir or "."), "trainer.default_root_dir") / "checkpoints"
-
-
 def local_folder(name: str, path: object) -> Path | None:
-    """A folder of this machine.
+    """A folder of this machine, with the home folder for ``~``.
 
     Raises:
         ConfigurationError: an address, nothing at all, or no path.
     """
-    if is_address(path):
+    if path is None:
+        return None
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        _refuse(name, "must be a folder", path, "Give its path, or leave it out.")
+    if "://" in str(path):
         _refuse(name, "must be a folder of this machine", path, "Give a path; only `dirpath` may be an address.")
-    folder = checkpoint_folder(name, path)
-    assert not isinstance(folder, Address)
-    return folder
+    return Path(str(path)).expanduser()
 
 
 def _refuse(name: str, rule: str, got: object, fix: str) -> NoReturn:

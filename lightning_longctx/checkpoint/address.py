@@ -17,7 +17,17 @@ from typing import Any, cast
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["Address", "Folder", "PathLike", "as_folder", "file_sizes", "is_address", "names_in", "range_reader"]
+__all__ = [
+    "Address",
+    "Folder",
+    "PathLike",
+    "as_folder",
+    "file_sizes",
+    "folder_of_run",
+    "is_address",
+    "names_in",
+    "range_reader",
+]
 
 _LOCAL = ("file://", "local://")
 
@@ -145,11 +155,14 @@ def as_folder(path: PathLike, field: str = "path") -> Folder:
         field: the setting, for errors.
 
     Raises:
-        ConfigurationError: an address that no installed package can open, or that names no folder.
+        ConfigurationError: no path, or an address that no installed package can open, or that names no folder.
     """
     if isinstance(path, (Path, Address)):
         return path
     text = str(path)
+    if not text or not (isinstance(path, (str, os.PathLike)) or is_address(path)):
+        fix = "Give its path or address, or leave it out."
+        raise ConfigurationError(field, "must be a folder", repr(path), fix)
     if not is_address(text):
         return Path(next((text.removeprefix(prefix) for prefix in _LOCAL if text.startswith(prefix)), text))
     if not text.partition("://")[2].strip("/"):
@@ -167,6 +180,18 @@ def as_folder(path: PathLike, field: str = "path") -> Folder:
         got = f"{text}: {getattr(error, 'strerror', None) or error}"
         raise ConfigurationError(field, "must be an address that fsspec can open", got, fix) from None
     return address
+
+
+def folder_of_run(dirpath: PathLike | None, default_root_dir: PathLike | None = None) -> Folder:
+    """The folder of a run's checkpoints: what was given, or ``checkpoints`` where the run's files go by default.
+
+    Raises:
+        ConfigurationError: a folder that cannot be used.
+    """
+    if dirpath is None:
+        return as_folder(default_root_dir or ".", "trainer.default_root_dir") / "checkpoints"
+    folder = as_folder(dirpath, "callbacks.AsyncDCPCheckpoint.dirpath")
+    return folder.expanduser() if isinstance(folder, Path) else folder
 
 
 def names_in(folder: Folder) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
-from lightning_longctx.callbacks.checkpoint_options import folder_of_run
-from lightning_longctx.checkpoint.address import Folder
+from lightning_longctx.checkpoint.address import Folder, folder_of_run
 from lightning_longctx.checkpoint.discovery import scan
 from lightning_longctx.datamodules.sources import IndexableSource, Source
 from lightning_longctx.errors import CheckpointError, ConfigurationError, DataError

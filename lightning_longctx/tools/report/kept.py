@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_longctx.callbacks.checkpoint_options import folder_of_run
-from lightning_longctx.checkpoint.address import Folder
+from lightning_longctx.checkpoint.address import Folder, folder_of_run
 from lightning_longctx.checkpoint.discovery import Found, scan
 from lightning_longctx.checkpoint.scores import read_scores
 from lightning_longctx.errors import CheckpointError, ConfigurationError
