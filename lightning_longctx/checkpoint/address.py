@@ -26,6 +26,7 @@ __all__ = [
     "folder_of_run",
     "is_address",
     "names_in",
+    "os_errors",
     "range_reader",
 ]
 

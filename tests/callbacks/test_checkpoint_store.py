@@ -27,7 +27,9 @@ from lightning_longctx.cli import main
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.before_start import check_checkpoint_path
 from tests.callbacks.checkpoint_toy import DOCUMENTS, Recorder, assert_same, fit
-from tests.checkpoint.helpers import put, save, steps, writer
+from tests.checkpoint import objects  # noqa: F401 - registers the store, on each rank
+from tests.checkpoint.helpers import leftovers, put, save, steps, writer
+from tests.helpers.pool import run_ranks
 
 ROOT = "memory://bucket/run"
 EVERY_2 = {"every_n_train_steps": 2}
@@ -209,3 +211,22 @@ def test_a_report_needs_no_store_that_answers(monkeypatch: pytest.MonkeyPatch) -
     found = kept_checkpoints(run)
     assert found is not None
     assert f"In <code>{ROOT}</code> (cannot be read: " in str(found[0])
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _two_ranks(root: str, max_steps: int, ckpt_path: str | None) -> dict[str, Any]:
+    return fit(root, max_steps, sp=2, devices=2, checkpoint=EVERY_2, ckpt_path=ckpt_path)
+
+
+@pytest.mark.distributed
+def test_two_ranks_resume_from_one_store(tmp_path: Path) -> None:
+    root = f"objects://{tmp_path}/run"
+    (whole, _) = run_ranks(_two_ranks, 2, str(tmp_path / "whole"), 6, None)
+    run_ranks(_two_ranks, 2, root, 3, None)
+    for again in run_ranks(_two_ranks, 2, root, 6, "last"):
+        assert_same(again, whole)
+    assert steps(root) == [6, 4, 3]
+    assert leftovers(root) == []
+    assert_same(fit(f"{root}-2", 6, sp=1, ckpt_path=str(scan(root)[0].path)), whole, exact=False)
