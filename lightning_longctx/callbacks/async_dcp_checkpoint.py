@@ -265,9 +265,9 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
 
     def closing_lines(self) -> list[str]:
         """The newest checkpoint that a run can go on from, and the best one if there is a ``monitor``."""
-        root = as_folder(self.dirpath or "")
-        whole = [one for one in scan(root) if one.commit is not None and one.commit.resumable and not one.problem]
-        if self.dirpath is None or not whole:
+        found = [] if self.dirpath is None else scan(self.dirpath)
+        whole = [one for one in found if one.commit is not None and one.commit.resumable and not one.problem]
+        if not whole:
             return []
         newest = whole[0]
         lines = [f"Checkpoint: {shown(newest.path)}; `ckpt_path: last` goes on from there."]

@@ -54,7 +54,11 @@ def refer_in_wandb(trainer: pl.Trainer, checkpoint: Folder) -> None:
         import wandb
 
         artifact = wandb.Artifact(f"checkpoint-{logger.version}", type="model")
-        artifact.add_reference(place, checksum=False)
+        try:
+            artifact.add_reference(place, checksum=False)
+        except wandb.Error as error:  # for some stores it wants a package more
+            rank_zero_warn(f"W&B has no reference to {place}: {error}", category=UserWarning)
+            continue
         logger.experiment.log_artifact(artifact, aliases=[checkpoint.name])
 
 

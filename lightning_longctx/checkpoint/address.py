@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _LOCAL = ("file://", "local://")
+_MANGLED = re.compile(r"[a-z0-9]{2,}:/")
 
 
 class Address:
@@ -158,9 +160,12 @@ def as_folder(path: PathLike, field: str = "path") -> Folder:
     Raises:
         ConfigurationError: no path, or an address that no installed package can open, or that names no folder.
     """
+    text = str(path)
+    if isinstance(path, Path) and _MANGLED.match(text):
+        fix = f"Give it as text: `{text.replace(':/', '://', 1)}`."
+        raise ConfigurationError(field, "must not be an address as a `Path`, which drops a slash", repr(path), fix)
     if isinstance(path, (Path, Address)):
         return path
-    text = str(path)
     if not text or not (isinstance(path, (str, os.PathLike)) or is_address(path)):
         fix = "Give its path or address, or leave it out."
         raise ConfigurationError(field, "must be a folder", repr(path), fix)

@@ -95,10 +95,9 @@ def scan(dirpath: PathLike) -> list[Found]:
     """
     root = as_folder(dirpath, "dirpath")
     try:
-        names = sorted((name for name in names_in(root) if parse_name(name)), reverse=True)
-        if isinstance(root, Address):
-            names = [name for name in names if is_checkpoint(root / name)]
-        found = [_look(root / name) for name in names]
+        found = [_look(root / name) for name in sorted(names_in(root), reverse=True) if parse_name(name)]
+        if isinstance(root, Address):  # it has no record, or it was removed while we looked
+            found = [one for one in found if not one.problem or is_checkpoint(one.path)]
     except OSError as error:
         fix = "Check the address, and the credentials in the environment."
         raise CheckpointError(str(root), "must be a folder that can be read", error.strerror, fix) from error

@@ -31,6 +31,8 @@ from tests.checkpoint import objects  # noqa: F401 - registers the store, on eac
 from tests.checkpoint.helpers import leftovers, put, save, steps, writer
 from tests.helpers.pool import run_ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:Training waited")  # on a busy machine
+
 ROOT = "memory://bucket/run"
 EVERY_2 = {"every_n_train_steps": 2}
 
@@ -183,20 +185,26 @@ def test_what_stays_here_is_no_address(field: str) -> None:
 def test_wandb_is_told_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
+    class Error(Exception): ...
+
     class Artifact:
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
         def add_reference(self, place: str, checksum: bool) -> None:
+            if "step-3" in place:
+                raise Error("requires the boto3 library")
             told.append(place)
 
     class WandbLogger:
         version = "abc"
         experiment = SimpleNamespace(log_artifact=lambda artifact, aliases: told.extend(aliases))
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Artifact=Artifact))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Artifact=Artifact, Error=Error))
     trainer: Any = SimpleNamespace(loggers=[WandbLogger()])
     refer_in_wandb(trainer, as_folder("memory://bucket/run/step-1"))
     refer_in_wandb(trainer, as_folder("step-2"))
+    with pytest.warns(UserWarning, match="no reference to memory://bucket/run/step-3: requires the boto3 library"):
+        refer_in_wandb(trainer, as_folder("memory://bucket/run/step-3"))
     assert told == ["memory://bucket/run/step-1", "step-1", f"file://{Path('step-2').resolve()}", "step-2"]
 
 

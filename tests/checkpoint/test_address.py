@@ -44,9 +44,12 @@ def test_an_address_and_a_path() -> None:
         ("nowhere://a", "must be an address that fsspec can open, but got nowhere://a: .*Protocol not known"),
         ("oci://bucket/a", "needs a package for such addresses, but got oci://bucket/a. Install ocifs"),
         ("memory://", "must name a folder"),
+        (Path("s3://bucket/run"), "must not be an address as a `Path`.* Give it as text: `s3://bucket/run`"),
+        ("", "must be a folder"),
+        (5, "must be a folder, but got 5"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_told(address: str, text: str) -> None:
+def test_an_address_that_cannot_be_used_is_told(address: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=f"`dirpath` {text}"):
         as_folder(address, "dirpath")
 
@@ -76,13 +79,16 @@ def test_no_answer_is_not_taken_for_nothing_there(root: Address, monkeypatch: py
     def fails(*_: Any, **__: Any) -> None:
         raise NoCredentials("unable to locate credentials")
 
-    for method in ("info", "ls"):
+    for methods in (["info"], ["ls"], ["cat_file", "info"]):
         with monkeypatch.context() as patch:
-            patch.setattr(type(root.system), method, fails)
-            with pytest.raises(CheckpointError, match="must be a folder that can be read, but got NoCredentials"):
-                find_latest(root)
-            with pytest.raises(CheckpointError, match="NoCredentials: unable to locate credentials"):
-                writer(root)
+            for method in methods:
+                patch.setattr(type(root.system), method, fails)
+            if methods != ["info"]:
+                with pytest.raises(CheckpointError, match="must be a folder that can be read, but got NoCredentials"):
+                    find_latest(root)
+            if "cat_file" not in methods:  # a note that cannot be read says nothing of its owner
+                with pytest.raises(CheckpointError, match="NoCredentials: unable to locate credentials"):
+                    writer(root)
     assert check_pure(root) == [1]
 
 

@@ -24,7 +24,7 @@ from tests.checkpoint.helpers import GONE, check_pure, leftovers, owners_note, p
 s3fs = pytest.importorskip("s3fs", reason="the client of S3 is not installed")
 server = pytest.importorskip("moto.server", reason="`moto[server]` is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore:::(moto|botocore|aiobotocore|werkzeug|s3fs)")
+pytestmark = pytest.mark.filterwarnings("ignore:::(moto|botocore|aiobotocore|werkzeug|s3fs)", "ignore:Training waited")
 BUCKET = "s3://bucket"
 PART = 5 * 2**20
 
