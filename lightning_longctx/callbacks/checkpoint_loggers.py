@@ -48,14 +48,15 @@ def continue_loggers(trainer: pl.Trainer, saved: Sequence[Mapping[str, Any]], st
 
 def refer_in_wandb(trainer: pl.Trainer, checkpoint: Folder) -> None:
     """Note a checkpoint in W&B as an artifact that refers to its path or address; nothing is uploaded."""
-    place = f"file://{checkpoint.resolve()}" if isinstance(checkpoint, Path) else str(checkpoint)
+    local = isinstance(checkpoint, Path)
+    place = f"file://{checkpoint.resolve()}" if local else str(checkpoint)
     runs: list[Any] = [logger for logger in trainer.loggers if type(logger).__name__ == "WandbLogger"]
     for logger in runs:
         import wandb
 
         artifact = wandb.Artifact(f"checkpoint-{logger.version}", type="model")
         try:
-            artifact.add_reference(place, checksum=False)
+            artifact.add_reference(place, name=None if local else checkpoint.name, checksum=False)
         except wandb.Error as error:  # for some stores it wants a package more
             rank_zero_warn(f"W&B has no reference to {place}: {error}", category=UserWarning)
             continue

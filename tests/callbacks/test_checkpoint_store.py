@@ -190,10 +190,11 @@ def test_wandb_is_told_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     class Artifact:
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
-        def add_reference(self, place: str, checksum: bool) -> None:
+        def add_reference(self, place: str, name: str | None, checksum: bool) -> None:
             if "step-3" in place:
                 raise Error("requires the boto3 library")
             told.append(place)
+            assert name == (None if place.startswith("file") else "step-1"), "schemes that it does not know need one"
 
     class WandbLogger:
         version = "abc"
