@@ -91,7 +91,7 @@ def scan(dirpath: PathLike) -> list[Found]:
         dirpath: the folder; one that does not exist holds none.
 
     Raises:
-        CheckpointError: a store that does not answer.
+        CheckpointError: a folder that cannot be read, or a store that does not answer.
     """
     root = as_folder(dirpath, "dirpath")
     try:
@@ -99,7 +99,7 @@ def scan(dirpath: PathLike) -> list[Found]:
         if isinstance(root, Address):  # it has no record, or it was removed while we looked
             found = [one for one in found if not one.problem or is_checkpoint(one.path)]
     except OSError as error:
-        fix = "Check the address, and the credentials in the environment."
+        fix = "Check the path or address, and the rights to it (credentials in the environment)."
         raise CheckpointError(str(root), "must be a folder that can be read", error.strerror, fix) from error
     return sorted(found, key=lambda item: item.commit.sequence if item.commit else -1, reverse=True)
 

@@ -43,6 +43,16 @@ def test_from_yaml_to_the_report(write: Callable[..., str], caplog: pytest.LogCa
     assert main(["fit", "--config", "run.yaml", "--trainer.max_steps=4"]) == 0
     assert steps(ROOT) == [4, 2]
     assert f"Checkpoint: {ROOT}/step-00000004" in caplog.text
+    root = "memory://of-the-command-line/root"
+    moved = {**CONFIG, "trainer": {**CONFIG["trainer"], "default_root_dir": root, "callbacks": ["AsyncDCPCheckpoint"]}}
+    moved["trainer"]["logger"] = {
+        "class_path": "CSVLogger",
+        "init_args": {"save_dir": root, "name": "", "version": "b"},
+    }
+    write(moved, "moved.yaml")
+    assert main(["fit", "--config", "moved.yaml"]) == 0
+    assert steps(f"{root}/checkpoints") == [2]
+    assert {path.name for path in Path().iterdir()} == {"texts", "runs", "run.yaml", "moved.yaml", "check.json"}
     assert main(["report", "runs/a", "--out", "page.html"]) == 0
     page = Path("page.html").read_text()
     assert f"In <code>{ROOT}</code> now" in page
