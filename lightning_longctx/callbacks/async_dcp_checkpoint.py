@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_longctx.callbacks.checkpoint_io import check_callbacks, check_strategy, install_reader, remove_reader
 from lightning_longctx.callbacks.checkpoint_loggers import continue_loggers
-from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions, check_options, local_folder
+from lightning_longctx.callbacks.checkpoint_options import CheckpointOptions, check_options
 from lightning_longctx.callbacks.checkpoint_report import shown
 from lightning_longctx.callbacks.checkpoint_resume import (
     Resumed,
@@ -30,7 +30,9 @@ from lightning_longctx.callbacks.checkpoint_resume import (
 )
 from lightning_longctx.callbacks.checkpoint_run import CheckpointRun, RunPlan
 from lightning_longctx.callbacks.checkpoint_schedule import Schedule
+from lightning_longctx.checkpoint.address import Folder, as_folder, folder_of_run
 from lightning_longctx.checkpoint.discovery import DEEP_BYTES, Found, find_latest, scan, verify
+from lightning_longctx.checkpoint.layout import COMMIT
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, load_weights
 from lightning_longctx.checkpoint.retention import Retention, best_first
 from lightning_longctx.checkpoint.scores import read_scores
@@ -55,8 +57,9 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
     its own way.
 
     Args:
-        dirpath: folder of the checkpoints, on a store that all processes see. Default None: ``checkpoints`` in the
-            Trainer's ``default_root_dir``, the same at the next start, so that ``last`` finds it.
+        dirpath: folder of the checkpoints, on a store that all processes see: a path, or an address that fsspec knows
+            (``s3://bucket/run``). Default None: ``checkpoints`` in the Trainer's ``default_root_dir``, the same at the
+            next start, so that ``last`` finds it.
         every_n_train_steps: optimizer steps between saves. Default None: 50 if no other interval is given.
         optimizer_every_n_saves: the optimizer's state, twice the size of the weights, is part of the first of so many
             saves. The others are for evaluation only. Default 1: of each.
@@ -91,11 +94,12 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         mode: str = "min",
         options: CheckpointOptions = _OPTIONS,
     ) -> None:
-        self._given_dirpath = local_folder("dirpath", dirpath)
+        self._given_dirpath = None if dirpath is None else folder_of_run(dirpath)
         self.options = check_options(options)
         self._retention = Retention(keep_last, options.keep_every_n_steps, options.save_top_k if monitor else 0, mode)
         self._schedule = Schedule(every_n_train_steps, every_n_epochs, train_time_interval, optimizer_every_n_saves)
-        super().__init__(dirpath=self._given_dirpath, monitor=monitor, mode=mode)
+        given = self._given_dirpath
+        super().__init__(dirpath=None if given is None else str(given), monitor=monitor, mode=mode)
         self._run: CheckpointRun | None = None
         self._run_id: str | None = None  # of the last fit, for one that follows in the same process
         self._resumed: Resumed | None = None
@@ -105,8 +109,8 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
     # -- finding -------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def find_latest(dirpath: str | os.PathLike[str], resumable: bool = True) -> Path | None:
-        """The newest checkpoint of a folder that verifies; None if there is no checkpoint.
+    def find_latest(dirpath: str | os.PathLike[str], resumable: bool = True) -> Path | str | None:
+        """The newest checkpoint of a folder that verifies, a path or an address; None if there is no checkpoint.
 
         Args:
             dirpath: the folder.
@@ -116,7 +120,7 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
             CheckpointError: there are checkpoints, and none can be used.
         """
         found = find_latest(dirpath, resumable)
-        return None if found is None else found.path
+        return None if found is None else found.path if isinstance(found.path, Path) else str(found.path)
 
     @staticmethod
     def load_weights(path: str | os.PathLike[str], module: Module, strict: bool = True) -> Module:
@@ -137,10 +141,10 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         """
         if self.dirpath is None and not Path("checkpoints").is_dir():
             rank_zero_warn("AsyncDCPCheckpoint: before a run, `best` needs `dirpath`.", category=UserWarning)
-        root = Path(self.dirpath or "checkpoints")
+        root = as_folder(self.dirpath or "checkpoints")
         scores = read_scores(root) if self.monitor else {}
         for name in best_first(scores, scores, self._retention.mode):
-            if (root / name).is_dir() and not verify(root / name, 0):
+            if not verify(root / name, 0):
                 return str(root / name)
         found = self._look(root, resumable=False)
         return "" if found is None else str(found.path)
@@ -170,15 +174,16 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
             assert found.commit is not None
             continue_loggers(trainer, self._open(found.path).rank_extra(0)["loggers"], found.commit.step)
             self._loggers_continued = True
-        return {str(found.path)}
+        # Lightning compares times with other callbacks' files, and a folder of a store has none.
+        return {str(found.path if isinstance(found.path, Path) else found.path / COMMIT)}
 
-    def _look(self, root: Path, resumable: bool) -> Found | None:
+    def _look(self, root: Folder, resumable: bool) -> Found | None:
         # One process reads all data; the others are told by the strategy or find the same by the records.
         deep = 0 if getattr(rank_zero_only, "rank", 0) else DEEP_BYTES
         return find_latest(root, resumable, deep)
 
-    def _folder(self, trainer: pl.Trainer) -> Path:
-        return self._given_dirpath or Path(trainer.default_root_dir) / "checkpoints"
+    def _folder(self, trainer: pl.Trainer) -> Folder:
+        return folder_of_run(self._given_dirpath, trainer.default_root_dir)
 
     def _open(self, path: Any) -> OpenCheckpoint:
         return OpenCheckpoint(path, self.options.on_missing, self.options.trust_pickle)
@@ -241,7 +246,7 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
             return
         assert self.dirpath is not None
         plan = RunPlan(
-            Path(self.dirpath), self.options, self._retention, self._schedule, self.monitor, topology_of(trainer)
+            as_folder(self.dirpath), self.options, self._retention, self._schedule, self.monitor, topology_of(trainer)
         )
         self._run = CheckpointRun(trainer, pl_module, plan)
         self._run_id = self._run.open(resumed.commit.run if resumed is not None else self._run_id, resumed)
@@ -260,14 +265,14 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
 
     def closing_lines(self) -> list[str]:
         """The newest checkpoint that a run can go on from, and the best one if there is a ``monitor``."""
-        root = Path(self.dirpath or "")
-        whole = [one for one in scan(root) if one.commit is not None and one.commit.resumable and not one.problem]
-        if self.dirpath is None or not whole:
+        found = [] if self.dirpath is None else scan(self.dirpath)
+        whole = [one for one in found if one.commit is not None and one.commit.resumable and not one.problem]
+        if not whole:
             return []
         newest = whole[0]
         lines = [f"Checkpoint: {shown(newest.path)}; `ckpt_path: last` goes on from there."]
         if self.monitor:
-            lines.append(f"Best by {self.monitor}: {shown(Path(self.best_model_path))}")
+            lines.append(f"Best by {self.monitor}: {shown(as_folder(self.best_model_path))}")
         return lines
 
     @override

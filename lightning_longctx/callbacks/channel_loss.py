@@ -22,7 +22,7 @@ from lightning_longctx.callbacks.channel_values import ChannelValue, channel_met
 from lightning_longctx.callbacks.channel_window import MAX_LOSS_CALLS, ChannelWindow, settle
 from lightning_longctx.callbacks.closing import closing_of
 from lightning_longctx.callbacks.loss_hook import LossHook
-from lightning_longctx.callbacks.run_metrics import log_evaluated, logger_step
+from lightning_longctx.callbacks.run_metrics import log_evaluated, logger_step, own_folder
 from lightning_longctx.callbacks.source_names import SafeNames, SourceTable
 from lightning_longctx.topology import Topology, topology_of
 
@@ -262,7 +262,7 @@ class ChannelLoss(Callback):
             return
         directory = trainer.log_dir  # asks rank 0, so every rank must ask
         if self.history.steps and directory is not None and trainer.is_global_zero:
-            self._picture = self.plot(Path(directory) / f"{self.prefix}_loss.png")
+            self._picture = self.plot(own_folder(directory) / f"{self.prefix}_loss.png")
 
     def closing_lines(self) -> list[str]:
         """The table: printed at the end of training, or among what all parts say then (``TrainingMetrics``)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_longctx.callbacks.checkpoint_capture import optimizers_of
-from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
+from lightning_longctx.checkpoint.address import Folder
+from lightning_longctx.checkpoint.discovery import as_checkpoint, is_checkpoint, reading
 from lightning_longctx.checkpoint.layout import COMMIT
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, agree_or_raise
 from lightning_longctx.errors import CheckpointError, ConfigurationError
@@ -59,9 +59,10 @@ class DirectoryCheckpointIO(CheckpointIO):
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Weights and the state of the run in Lightning's form; optimizers follow once they exist."""
-        path = Path(self._trainer.strategy.broadcast(path))  # ranks must not each believe their own look
+        given = self._trainer.strategy.broadcast(path)  # ranks must not each believe their own look
+        path = as_checkpoint(given)
         if not is_checkpoint(path):
-            return self.inner.load_checkpoint(path, weights_only=weights_only)
+            return self.inner.load_checkpoint(given, weights_only=weights_only)
         error, state = None, dict[str, Any]()
         topology = topology_of(self._trainer)
         try:
@@ -72,7 +73,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         agree_or_raise(error, topology.host_group, path / COMMIT)
         return state
 
-    def _read(self, path: Path, topology: Topology) -> dict[str, Any]:
+    def _read(self, path: Folder, topology: Topology) -> dict[str, Any]:
         opened = self._opened = self._open(path)
         if self._trainer.state.fn == TrainerFn.FITTING:
             opened.require_resumable()

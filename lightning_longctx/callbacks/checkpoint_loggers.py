@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_longctx.callbacks.checkpoint_report import STALL
+from lightning_longctx.checkpoint.address import Folder
 
 __all__ = ["continue_loggers", "logger_identities", "refer_in_wandb"]
 
@@ -45,14 +46,20 @@ def continue_loggers(trainer: pl.Trainer, saved: Sequence[Mapping[str, Any]], st
             _continue_wandb(logger, str(version))
 
 
-def refer_in_wandb(trainer: pl.Trainer, checkpoint: Path) -> None:
-    """Note a checkpoint in W&B as an artifact that refers to its path; nothing is uploaded."""
+def refer_in_wandb(trainer: pl.Trainer, checkpoint: Folder) -> None:
+    """Note a checkpoint in W&B as an artifact that refers to its path or address; nothing is uploaded."""
+    local = isinstance(checkpoint, Path)
+    place = f"file://{checkpoint.resolve()}" if local else str(checkpoint)
     runs: list[Any] = [logger for logger in trainer.loggers if type(logger).__name__ == "WandbLogger"]
     for logger in runs:
         import wandb
 
         artifact = wandb.Artifact(f"checkpoint-{logger.version}", type="model")
-        artifact.add_reference(f"file://{checkpoint.resolve()}", checksum=False)
+        try:
+            artifact.add_reference(place, name=None if local else checkpoint.name, checksum=False)
+        except wandb.Error as error:  # for some stores it wants a package more
+            rank_zero_warn(f"W&B has no reference to {place}: {error}", category=UserWarning)
+            continue
         logger.experiment.log_artifact(artifact, aliases=[checkpoint.name])
 
 

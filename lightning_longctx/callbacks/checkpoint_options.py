@@ -33,7 +33,8 @@ class CheckpointOptions:
         drain_timeout: how long the end of a run, or an error in it, waits for writes under way. Default 2 minutes.
         stage_dir: node-local folder where files are written before they are copied, for slow shared stores. Default
             None.
-        export_hf_at_end: folder for the trained model in Hugging Face's format, written at the end. Default None.
+        export_hf_at_end: folder of this machine for the trained model in Hugging Face's format, written at the end.
+            Default None.
         wandb_reference: let W&B note each checkpoint as an artifact that refers to its path. Default False.
     """
 
@@ -96,15 +97,14 @@ def local_folder(name: str, path: object) -> Path | None:
     """A folder of this machine, with the home folder for ``~``.
 
     Raises:
-        ConfigurationError: a URL, nothing at all, or no path.
+        ConfigurationError: an address, nothing at all, or no path.
     """
     if path is None:
         return None
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         _refuse(name, "must be a folder", path, "Give its path, or leave it out.")
     if "://" in str(path):
-        fix = "Give a mounted path: a checkpoint gets its name by an atomic rename, which such stores do not have."
-        _refuse(name, "must be a folder", path, fix)
+        _refuse(name, "must be a folder of this machine", path, "Give a path; only `dirpath` may be an address.")
     return Path(str(path)).expanduser()
 
 

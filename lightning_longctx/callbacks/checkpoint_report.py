@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.writer import Outcome
 
 __all__ = ["STALL", "CheckpointReport", "shown"]
@@ -20,9 +21,10 @@ STALL = "checkpoint/stall_s/"
 _NOTICEABLE_SECONDS = 1.0
 
 
-def shown(path: Path) -> str:
+def shown(path: Folder) -> str:
     """A path as people read it: from where they are, if it is below."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    below = isinstance(path, Path) and path.is_relative_to(Path.cwd())
+    return str(path.relative_to(Path.cwd())) if isinstance(path, Path) and below else str(path)
 
 
 class CheckpointReport:

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_longctx.callbacks.checkpoint_report import shown
+from lightning_longctx.checkpoint.address import Folder, as_folder
 from lightning_longctx.checkpoint.exchange import all_gather_json
 from lightning_longctx.checkpoint.layout import Commit
 from lightning_longctx.checkpoint.restore import RUN_STATE
@@ -46,7 +46,7 @@ class Resumed:
         data: class of the data module whose state it has; None if it has none.
     """
 
-    path: Path
+    path: Folder
     commit: Commit
     rng: dict[str, Any] | None
     loggers: list[dict[str, Any]]
@@ -75,7 +75,7 @@ def take_resumed(checkpoint: dict[str, Any]) -> Resumed | None:
     state = checkpoint.pop(RUN_STATE, None)
     if state is None:
         return None
-    return Resumed(Path(state["path"]), state["commit"], state["rng"], state["loggers"], state["data"])
+    return Resumed(as_folder(state["path"]), state["commit"], state["rng"], state["loggers"], state["data"])
 
 
 def check_data(trainer: pl.Trainer, resumed: Resumed, warn_only: bool) -> None:

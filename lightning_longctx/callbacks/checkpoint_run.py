@@ -22,6 +22,7 @@ from lightning_longctx.callbacks.checkpoint_report import CheckpointReport, show
 from lightning_longctx.callbacks.checkpoint_resume import Resumed
 from lightning_longctx.callbacks.checkpoint_schedule import Schedule
 from lightning_longctx.callbacks.checkpoint_signals import StopSignals, requeue
+from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.discovery import find_latest
 from lightning_longctx.checkpoint.export import export_checkpoint
 from lightning_longctx.checkpoint.layout import OPTIMIZER, WEIGHTS
@@ -39,7 +40,7 @@ __all__ = ["CheckpointRun", "RunPlan"]
 class RunPlan:
     """What the user asked for, and where the run is."""
 
-    folder: Path
+    folder: Folder
     options: CheckpointOptions
     retention: Retention
     schedule: Schedule
@@ -224,7 +225,7 @@ class CheckpointRun:
             if outcome.checkpoint is not None:
                 self._tell(outcome.checkpoint, outcome.step)
 
-    def _tell(self, checkpoint: Path, step: int) -> None:
+    def _tell(self, checkpoint: Folder, step: int) -> None:
         trainer = self._trainer
         rank_zero_info(f"Saved step {step}: {shown(checkpoint)}")
         callback = trainer.checkpoint_callback

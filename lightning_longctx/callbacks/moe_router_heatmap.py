@@ -23,7 +23,7 @@ from lightning_longctx.callbacks.router_history import RouterHistory, StarvedExp
 from lightning_longctx.callbacks.router_metrics import RouterLoad
 from lightning_longctx.callbacks.router_output import publish_history, publish_window, run_folder
 from lightning_longctx.callbacks.router_sites import find_sites
-from lightning_longctx.callbacks.run_metrics import logger_step
+from lightning_longctx.callbacks.run_metrics import logger_step, own_folder
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
 from lightning_longctx.units import check_whole
@@ -141,7 +141,9 @@ class MoERouterHeatmap(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the routers of the sharded model, before anything runs or is compiled."""
-        self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # every rank: Lightning sends it around
+        self._directory = own_folder(
+            trainer.log_dir or trainer.default_root_dir
+        )  # every rank: Lightning sends it around
         self._detach()
         if self.every_n_steps is None:
             return

@@ -23,6 +23,7 @@ from lightning_longctx.batch import is_packed_batch
 from lightning_longctx.callbacks.document_losses import DocumentLoss, RowLosses, document_sums, worst_documents
 from lightning_longctx.callbacks.hang_report import document_lines, part_lines, write_report
 from lightning_longctx.callbacks.loss_history import LossHistory
+from lightning_longctx.callbacks.run_metrics import own_folder
 from lightning_longctx.callbacks.step_tally import TallyMember
 from lightning_longctx.callbacks.watchdog import Watchdog
 from lightning_longctx.errors import ConfigurationError, DivergenceError
@@ -108,7 +109,7 @@ class RunGuard(Callback):
         """Learn ranks and folder, at a point that every rank reaches."""
         if stage == "fit":
             self._topology = topology_of(trainer)
-            self._folder = Path(self._dirpath or trainer.log_dir or trainer.default_root_dir)
+            self._folder = own_folder(self._dirpath or trainer.log_dir or trainer.default_root_dir)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to watch."""

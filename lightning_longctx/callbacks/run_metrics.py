@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
+from lightning_longctx.checkpoint.address import is_address
 from lightning_longctx.topology import Topology
 from lightning_longctx.units import GIB
 
-__all__ = ["data_metrics", "log_evaluated", "logger_step", "percentile", "slowest_rank_metrics"]
+__all__ = ["data_metrics", "log_evaluated", "logger_step", "own_folder", "percentile", "slowest_rank_metrics"]
 
 
 def data_metrics(datamodule: Any) -> dict[str, float]:
@@ -97,3 +99,15 @@ def log_evaluated(module: LightningModule, metrics: Mapping[str, float], in_prog
 def logger_step(trainer: Any) -> int:
     """The step under which Lightning writes what a training batch logs; ``on_train_end`` is one further."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def own_folder(folder: str | Path) -> Path:
+    """Where a callback's reports and pictures go, given the run's folder: an address is no place for them.
+
+    Args:
+        folder: the logger's, or that of the run.
+
+    Returns:
+        That folder; the working folder instead of an address such as ``s3://...``.
+    """
+    return Path() if is_address(folder) else Path(folder)

@@ -1,8 +1,8 @@
 """One save, from its staging directory to the commit. The second half runs on the first rank alone.
 
-Nothing is a checkpoint before the directory has its final name, and it gets that name once, as the last step, after
-every byte and every name inside it is durable. So whatever dies, whenever: either the checkpoint is whole, or it never
-was.
+Nothing is a checkpoint before the file system publishes it, as the last step, after every byte and every name inside
+it is durable: by giving the directory its final name, or, on a store that cannot rename, by the record itself. So
+whatever dies, whenever: either the checkpoint is whole, or it never was.
 """
 
 from __future__ import annotations
@@ -12,20 +12,11 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
+from lightning_longctx.checkpoint.address import Folder, file_sizes
 from lightning_longctx.checkpoint.filesystem import FileSystem
-from lightning_longctx.checkpoint.layout import (
-    COMMIT,
-    LATEST,
-    STAGING,
-    Commit,
-    FileFacts,
-    done_marker,
-    owner_file,
-    seal,
-)
+from lightning_longctx.checkpoint.layout import LATEST, Commit, FileFacts, done_marker, seal
 from lightning_longctx.checkpoint.slot_files import SlotIndex
 from lightning_longctx.errors import CheckpointError
 
@@ -42,11 +33,11 @@ class Attempt:
         jobs: names of the parts that must be there before the commit.
     """
 
-    def __init__(self, filesystem: FileSystem, root: Path, record: Commit, jobs: Iterable[str]) -> None:
+    def __init__(self, filesystem: FileSystem, root: Folder, record: Commit, jobs: Iterable[str]) -> None:
         self.filesystem = filesystem
         self.root = root
         self.record = record
-        self.staging = root / STAGING / record.name
+        self.place = filesystem.place_of(root, record.name)
         self.final = root / record.name
         self.started = time.monotonic()
         self._missing = set(jobs)
@@ -86,21 +77,10 @@ class Attempt:
             try:
                 committed = self._error is None and self._complete(job, results, index)
             except Exception as error:  # whatever it is, the other ranks wait for a verdict
-                # Also after the rename: it may be visible and yet not durable, so it is not reported as saved.
+                # Also after it was published: it may be visible and yet not durable, so it is not reported as saved.
                 self._error = self._error or f"rank 0: {describe(error)}"
                 committed = False
         return {"error": self._error, "committed": committed}
-
-    @staticmethod
-    def discard_directory(filesystem: FileSystem, staging: Path) -> None:
-        """Remove what a failed attempt has left. What cannot be removed now waits for the next start."""
-        tombstone = staging.with_name(f"del-{staging.name}")
-        try:
-            filesystem.rename(staging, tombstone)
-            filesystem.remove_tree(tombstone)
-            filesystem.remove_tree(staging.with_name(owner_file(staging.name)))
-        except OSError:
-            return
 
     def _complete(self, job: str, results: Sequence[Mapping[str, Any]], index: SlotIndex) -> bool:
         slots = [result["slot"] for result in results if result.get("slot")]
@@ -111,7 +91,7 @@ class Attempt:
         if slots:
             files |= self._write_index(job, index.files(slots))
             marker = seal({"slot": job, "files": {name: asdict(facts) for name, facts in files.items()}})
-            size, crc32 = self.filesystem.replace(self.staging / done_marker(job), marker)
+            size, crc32 = self.filesystem.replace(self.place / done_marker(job), marker)
             files[done_marker(job)] = FileFacts(size, crc32)
         self._files |= files
         self._missing.discard(job)
@@ -123,39 +103,36 @@ class Attempt:
     def _write_index(self, slot: str, contents: Mapping[str, bytes]) -> dict[str, FileFacts]:
         files = {}
         for name, content in contents.items():
-            size, crc32 = self.filesystem.write(self.staging / slot / name, content)
+            size, crc32 = self.filesystem.write(self.place / slot / name, content)
             files[f"{slot}/{name}"] = FileFacts(size, crc32)
-        self.filesystem.sync_directory(self.staging / slot)
+        self.filesystem.sync_directory(self.place / slot)
         return files
 
     def _check_sizes(self, files: Mapping[str, FileFacts]) -> None:
-        for name, facts in files.items():
-            try:
-                found = (self.staging / name).stat().st_size
-            except FileNotFoundError as error:
+        for name, found in file_sizes(self.place, files):
+            if found is None:
                 fix = "Put `dirpath` on a store that all nodes share."
-                raise CheckpointError(name, "must be there for the first rank", error, fix) from error
-            if found != facts.size:
+                raise CheckpointError(name, "must be there for the first rank", f"none in {self.place}", fix)
+            if found != files[name].size:
                 fix = "The store lost bytes; look at its health."
-                raise CheckpointError(name, f"must have {facts.size} bytes", found, fix)
+                raise CheckpointError(name, f"must have {files[name].size} bytes", found, fix)
 
     def _commit(self) -> None:
         filesystem = self.filesystem
         record = replace(self.record, files=dict(sorted(self._files.items())))
-        if (self.staging / "extra").is_dir():
-            filesystem.sync_directory(self.staging / "extra")
-        filesystem.replace(self.staging / COMMIT, record.to_bytes())
-        with self._deciding:
-            if self._error is not None:
-                raise CheckpointError(record.name, "must not be given up before its commit", self._error, "Save again.")
-            self._committing = True
-        filesystem.rename(self.staging, self.final)
-        filesystem.sync_directory(self.root)
-        filesystem.sync_directory(self.staging.parent)
-        filesystem.remove_tree(self.staging.with_name(owner_file(record.name)))
+        if any(name.startswith("extra/") for name in self._files):
+            filesystem.sync_directory(self.place / "extra")
+        filesystem.publish(self.root, record.name, record.to_bytes(), self._decide)
         self.record = record
         latest = {"checkpoint": record.name, "step": record.step, "resumable": record.resumable}
         filesystem.replace(self.root / LATEST, json.dumps(latest).encode() + b"\n")
+
+    def _decide(self) -> None:
+        with self._deciding:
+            if self._error is not None:
+                fix = "Save again."
+                raise CheckpointError(self.record.name, "must not be given up before its commit", self._error, fix)
+            self._committing = True
 
 
 def describe(error: BaseException) -> str:

@@ -3,29 +3,42 @@
 A directory counts if its name is that of a checkpoint and its commit record is intact, names this directory, and every
 file has the recorded size. Neither names, times nor ``LATEST.json`` are trusted. The newest is the one that was
 committed last, not the one with the highest step: a run that went back to an earlier step is continued where it is now.
+
+A directory of this machine gets such a name with its record inside, so one without is damaged. On a store that cannot
+rename it is being written, or was given up: no checkpoint, and no fault.
 """
 
 from __future__ import annotations
 
-import os
-import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
-from lightning_longctx.checkpoint.layout import COMMIT, STAGING, Commit, parse_name
+from lightning_longctx.checkpoint.address import (
+    Address,
+    Folder,
+    PathLike,
+    as_folder,
+    file_sizes,
+    names_in,
+    range_reader,
+)
+from lightning_longctx.checkpoint.layout import COMMIT, LEASE, STAGING, Commit, parse_name
+from lightning_longctx.checkpoint.notes import owner_note
+from lightning_longctx.checkpoint.object_store import filesystem_of
 from lightning_longctx.errors import CheckpointError
 
 __all__ = [
     "DEEP_BYTES",
     "Found",
+    "as_checkpoint",
     "file_problem",
     "find_latest",
     "is_checkpoint",
-    "leased",
     "reading",
     "scan",
     "verify",
@@ -38,8 +51,8 @@ DEEP_BYTES = 64 * 2**30
 
 _verified: set[tuple[str, str, int]] = set()
 
-_PIECE = 16 * 2**20
-_LEASE_SECONDS = 3600.0
+# On a store a request each: large enough that the wait for an answer does not count.
+_PIECE = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -52,29 +65,46 @@ class Found:
         problem: why it cannot be used; empty if it can.
     """
 
-    path: Path
+    path: Folder
     commit: Commit | None
     problem: str = ""
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+def as_checkpoint(path: PathLike) -> Folder:
+    """The directory that is meant by its own path, or by that of its record.
+
+    Lightning asks when what ``last`` found was changed, which on a store the record knows and a directory does not.
+    """
+    folder = as_folder(path, "ckpt_path")
+    return folder.parent if folder.name == COMMIT else folder
+
+
+def is_checkpoint(path: PathLike) -> bool:
     """Whether a path is a directory with a commit record."""
-    return (Path(path) / COMMIT).is_file()
+    return (as_checkpoint(path) / COMMIT).is_file()
 
 
-def scan(dirpath: str | os.PathLike[str]) -> list[Found]:
+def scan(dirpath: PathLike) -> list[Found]:
     """All directories with a checkpoint's name, the newest commit first; those without a record come last.
 
     Args:
         dirpath: the folder; one that does not exist holds none.
+
+    Raises:
+        CheckpointError: a folder that cannot be read, or a store that does not answer.
     """
-    root = Path(dirpath)
-    names = os.listdir(root) if root.is_dir() else []
-    found = [_look(root / name) for name in sorted(names, reverse=True) if parse_name(name)]
+    root = as_folder(dirpath, "dirpath")
+    try:
+        found = [_look(root / name) for name in sorted(names_in(root), reverse=True) if parse_name(name)]
+        if isinstance(root, Address):  # it has no record, or it was removed while we looked
+            found = [one for one in found if not one.problem or is_checkpoint(one.path)]
+    except OSError as error:
+        fix = "Check the path or address, and the rights to it (credentials in the environment)."
+        raise CheckpointError(str(root), "must be a folder that can be read", error.strerror, fix) from error
     return sorted(found, key=lambda item: item.commit.sequence if item.commit else -1, reverse=True)
 
 
-def find_latest(dirpath: str | os.PathLike[str], resumable: bool = True, deep_bytes: int = DEEP_BYTES) -> Found | None:
+def find_latest(dirpath: PathLike, resumable: bool = True, deep_bytes: int = DEEP_BYTES) -> Found | None:
     """The newest checkpoint that verifies.
 
     Args:
@@ -106,7 +136,7 @@ def find_latest(dirpath: str | os.PathLike[str], resumable: bool = True, deep_by
     raise CheckpointError(str(dirpath), "must hold a checkpoint that can be used", got, fix)
 
 
-def verify(checkpoint: Path, deep_bytes: int | None = None) -> str:
+def verify(checkpoint: Folder, deep_bytes: int | None = None) -> str:
     """What is wrong with a checkpoint; empty if nothing is.
 
     Args:
@@ -124,71 +154,60 @@ def verify(checkpoint: Path, deep_bytes: int | None = None) -> str:
     return problem
 
 
-def was_verified(checkpoint: Path, commit: Commit) -> bool:
+def was_verified(checkpoint: Folder, commit: Commit) -> bool:
     """Whether this process has found all checksums right already: what was looked for is not read twice."""
     return _identity(checkpoint, commit) in _verified
 
 
-def file_problem(checkpoint: Path, commit: Commit, name: str) -> str:
+def file_problem(checkpoint: Folder, commit: Commit, name: str) -> str:
     """What is wrong with one file of a checkpoint; empty if nothing is."""
     if name not in commit.files:
         return f"{name} is not in the record"
+    path, size = checkpoint / name, commit.files[name].size
     try:
-        value = _crc32(checkpoint / name)
+        if isinstance(path, Path) and path.stat().st_size != size:  # an object cannot grow
+            return f"{name} has {path.stat().st_size} instead of {size} bytes"
+        value = _crc32(path, size)
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"
     return "" if value == commit.files[name].crc32 else f"{name} has a wrong checksum"
 
 
 @contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
+def reading(checkpoint: Folder) -> Iterator[None]:
     """Keep retention from removing a checkpoint while it is read, for an hour at most.
 
     A folder that cannot be written to has no retention either.
     """
-    lease = checkpoint.parent / STAGING / f"lease-{checkpoint.name}-{os.getpid()}"
+    filesystem, folder = filesystem_of(checkpoint), checkpoint.parent / STAGING
+    lease = folder / f"{LEASE}{checkpoint.name}-{uuid4().hex[:8]}"
     try:
-        lease.parent.mkdir(exist_ok=True)
-        lease.touch()
+        filesystem.make_directory(folder)
+        filesystem.note(lease, owner_note())
     except OSError:
         yield
         return
     try:
         yield
     finally:
-        lease.unlink(missing_ok=True)
+        with suppress(OSError):  # it is worth nothing in an hour
+            filesystem.remove_file(lease)
 
 
-def leased(root: Path) -> set[str]:
-    """Names of the checkpoints that are being read."""
-    folder, now = root / STAGING, time.time()
-    names = set()
-    for lease in folder.glob("lease-*"):
-        try:
-            fresh = now - lease.stat().st_mtime < _LEASE_SECONDS
-        except FileNotFoundError:
-            continue
-        if fresh:
-            names.add(lease.name.removeprefix("lease-").rpartition("-")[0])
-    return names
-
-
-def _look(path: Path) -> Found:
+def _look(path: Folder) -> Found:
     try:
         commit = Commit.read(path)
     except CheckpointError as error:
         return Found(path, None, f"{COMMIT}: {error.got}")
-    for name, facts in commit.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError:
+    for name, size in file_sizes(path, commit.files):
+        if size is None:
             return Found(path, commit, f"{name} is missing")
-        if size != facts.size:
-            return Found(path, commit, f"{name} has {size} instead of {facts.size} bytes")
+        if size != commit.files[name].size:
+            return Found(path, commit, f"{name} has {size} instead of {commit.files[name].size} bytes")
     return Found(path, commit)
 
 
-def _identity(checkpoint: Path, commit: Commit) -> tuple[str, str, int]:
+def _identity(checkpoint: Folder, commit: Commit) -> tuple[str, str, int]:
     return str(checkpoint.resolve()), commit.run, commit.sequence
 
 
@@ -199,9 +218,9 @@ def _use_problem(found: Found, resumable: bool) -> str:
     return "" if "weights" in found.commit.slots else "holds no weights"
 
 
-def _crc32(path: Path) -> int:
+def _crc32(path: Folder, size: int) -> int:
     value = 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            value = zlib.crc32(piece, value)
+    with range_reader(path) as read:
+        for start in range(0, size, _PIECE):
+            value = zlib.crc32(read(start, min(start + _PIECE, size)), value)
     return value

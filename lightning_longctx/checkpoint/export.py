@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_longctx.checkpoint.address import PathLike, is_address
 from lightning_longctx.checkpoint.discovery import reading
 from lightning_longctx.checkpoint.layout import OPTIMIZER
 from lightning_longctx.checkpoint.reading import SavedTensor, TensorDirectory
@@ -33,7 +34,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def export_checkpoint(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: PathLike,
     output: str | os.PathLike[str],
     kind: ExportKind = "hf",
     dtype: torch.dtype | None = None,
@@ -44,7 +45,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: its directory.
-        output: directory (``hf``) or file to write; must not exist.
+        output: directory (``hf``) or file to write, on this machine; must not exist.
         kind: ``hf``: safetensors, ``config.json``, tokenizer. ``torch``: one file with weights and hyperparameters, as
             ``load_from_checkpoint`` reads it. ``lightning``: besides, optimizers and loops, as ``ckpt_path`` of a stock
             Trainer reads it.
@@ -58,6 +59,8 @@ def export_checkpoint(
     Raises:
         CheckpointError: the checkpoint has no complete weights, or ``output`` exists.
     """
+    if is_address(output):
+        raise CheckpointError(str(output), "must be a path of this machine", "an address", "Copy it there afterwards.")
     opened, target = OpenCheckpoint(checkpoint, deep_bytes=None), Path(output)
     if opened.commit.trainable_only:
         fix = "Load it into the model with its base (AsyncDCPCheckpoint.load_weights), and save that."

@@ -10,6 +10,9 @@
         extra/rank-00000.pt       what is no tensor of the model or optimizer: loops, data, random numbers, callbacks
       .staging/                   being written or removed; never looked at by discovery
       LATEST.json                 for people; discovery does not trust it
+
+A store without atomic rename has no directories in ``.staging/``, only notes. There files have their final names from
+the start, and a checkpoint is what has a ``COMMIT.json``.
 """
 
 from __future__ import annotations
@@ -19,26 +22,30 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
+from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.errors import CheckpointError
 
 __all__ = [
     "COMMIT",
     "LATEST",
+    "LEASE",
     "METADATA",
     "OPTIMIZER",
+    "OWNER",
     "PACKED_INDEX",
     "SCORES",
     "SLOTS",
     "STAGING",
+    "TOMBSTONE",
     "WEIGHTS",
     "Commit",
     "FileFacts",
     "checkpoint_name",
     "done_marker",
     "extra_file",
+    "is_owner_file",
     "owner_file",
     "parse_name",
     "read_sealed",
@@ -50,8 +57,10 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 SLOTS = (WEIGHTS, OPTIMIZER)
 COMMIT, LATEST, SCORES = "COMMIT.json", "LATEST.json", "scores.json"
 STAGING = ".staging"
+LEASE, TOMBSTONE = "lease-", "del-"
 METADATA = ".metadata"
 PACKED_INDEX = "packed.json"
+OWNER = ".owner"
 _SCHEMA = 1
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
 
@@ -79,7 +88,12 @@ def extra_file(rank: int) -> str:
 
 def owner_file(name: str) -> str:
     """Name of the note in the staging folder that says who writes a checkpoint."""
-    return f"{name}.owner"
+    return f"{name}{OWNER}"
+
+
+def is_owner_file(name: str) -> bool:
+    """Whether a name in the staging folder is that of such a note."""
+    return name.endswith(OWNER)
 
 
 def done_marker(slot: str) -> str:
@@ -140,7 +154,7 @@ class Commit:
         return seal({"schema": _SCHEMA, **asdict(self)})
 
     @classmethod
-    def read(cls, checkpoint: Path) -> Commit:
+    def read(cls, checkpoint: Folder) -> Commit:
         """Read the record of a checkpoint and check it against its name.
 
         Raises:
@@ -165,7 +179,7 @@ def seal(body: Mapping[str, Any]) -> bytes:
     return f'{{"crc32": {zlib.crc32(text.encode())}, "body": {text}}}\n'.encode()
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
+def read_sealed(path: Folder) -> dict[str, Any]:
     """Read what :func:`seal` made.
 
     Raises:

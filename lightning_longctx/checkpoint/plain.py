@@ -18,6 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.errors import CheckpointError
 
 __all__ = ["load_plain", "snapshot", "to_bytes"]
@@ -76,7 +77,7 @@ def to_bytes(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def load_plain(path: Path, trust_pickle: bool = False) -> Any:
+def load_plain(path: Folder, trust_pickle: bool = False) -> Any:
     """Load extra state without running code.
 
     Args:
@@ -87,7 +88,8 @@ def load_plain(path: Path, trust_pickle: bool = False) -> Any:
         CheckpointError: it holds something that could run code, or is damaged.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
+        file = path if isinstance(path, Path) else io.BytesIO(path.read_bytes())
+        return torch.load(file, map_location="cpu", weights_only=not trust_pickle)
     except _BROKEN as error:
         got = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         fix = "Use another checkpoint; `trust_pickle` loads it if you trust whoever wrote it."

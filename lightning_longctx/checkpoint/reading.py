@@ -10,11 +10,12 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO, cast
+from pathlib import PurePath
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lightning_longctx.checkpoint.address import Folder, range_reader
 from lightning_longctx.checkpoint.layout import METADATA, PACKED_INDEX
 from lightning_longctx.errors import CheckpointError
 
@@ -84,7 +86,7 @@ class TensorDirectory(Mapping[str, SavedTensor]):
             tensors in a directory of this package.
     """
 
-    def __init__(self, folder: Path, trust_pickle: bool = False, foreign: bool = False) -> None:
+    def __init__(self, folder: Folder, trust_pickle: bool = False, foreign: bool = False) -> None:
         self.folder = folder
         metadata = _read_metadata(folder / METADATA, trust_pickle)
         self._entries = _entries(metadata, folder)
@@ -123,10 +125,10 @@ class TensorDirectory(Mapping[str, SavedTensor]):
             self._read_file(self.folder / name, reads)
 
     @staticmethod
-    def _read_file(path: Path, reads: Mapping[int, list[tuple[_Chunk, _Box]]]) -> None:
-        with path.open("rb") as file:
+    def _read_file(path: Folder, reads: Mapping[int, list[tuple[_Chunk, _Box]]]) -> None:
+        with _reader(path) as read:
             for start, wanted in sorted(reads.items()):
-                stored = cast(Tensor, _read_safely(file, start, wanted[0][0].length, path))
+                stored = cast(Tensor, _read_safely(read, start, wanted[0][0].length, path))
                 for chunk, place in wanted:
                     _copy(stored, chunk, place)
 
@@ -146,8 +148,8 @@ class TensorDirectory(Mapping[str, SavedTensor]):
         found = {}
         for key, (name, start, length) in self._values.items():
             if key.startswith(prefix):
-                with (self.folder / name).open("rb") as file:
-                    found[key.removeprefix(prefix)] = _read_safely(file, start, length, self.folder / name)
+                with _reader(self.folder / name) as read:
+                    found[key.removeprefix(prefix)] = _read_safely(read, start, length, self.folder / name)
         return found
 
     def _require(self, key: str) -> SavedTensor:
@@ -193,10 +195,10 @@ class _AllowListUnpickler(pickle.Unpickler):
         return value
 
 
-def _read_metadata(path: Path, trust_pickle: bool) -> Metadata:
+def _read_metadata(path: Folder, trust_pickle: bool) -> Metadata:
     fix = "Use another checkpoint; `trust_pickle` loads it if you trust whoever wrote it."
     try:
-        with path.open("rb") as file:
+        with io.BytesIO(path.read_bytes()) as file:
             metadata = pickle.load(file) if trust_pickle else _AllowListUnpickler(file).load()  # noqa: S301 - asked for
     except OSError as error:
         raise CheckpointError(str(path), "must be readable", error.strerror, _DAMAGED) from error
@@ -207,7 +209,7 @@ def _read_metadata(path: Path, trust_pickle: bool) -> Metadata:
     return metadata
 
 
-def _entries(metadata: Metadata, folder: Path) -> dict[str, SavedTensor]:
+def _entries(metadata: Metadata, folder: Folder) -> dict[str, SavedTensor]:
     entries = {}
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -220,7 +222,7 @@ def _entries(metadata: Metadata, folder: Path) -> dict[str, SavedTensor]:
     return entries
 
 
-def _values(metadata: Metadata, folder: Path) -> dict[str, tuple[str, int, int]]:
+def _values(metadata: Metadata, folder: Folder) -> dict[str, tuple[str, int, int]]:
     """Where values that are no tensors are."""
     others = [
         key for key, entry in metadata.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)
@@ -228,15 +230,23 @@ def _values(metadata: Metadata, folder: Path) -> dict[str, tuple[str, int, int]]
     return {key: _place(metadata.storage_data[MetadataIndex(key)], folder) for key in others}
 
 
-def _place(info: Any, folder: Path) -> tuple[str, int, int]:
+def _place(info: Any, folder: Folder) -> tuple[str, int, int]:
     if PurePath(info.relative_path).name != info.relative_path:
         raise CheckpointError(str(folder), "must name files of its own", info.relative_path, _DAMAGED)
     return info.relative_path, int(info.offset), int(info.length)
 
 
-def _read_safely(file: BinaryIO, start: int, length: int, path: Path) -> Any:
-    file.seek(start)
-    content = io.BytesIO(file.read(length))
+@contextmanager
+def _reader(path: Folder) -> Iterator[Callable[[int, int], bytes]]:
+    try:
+        with range_reader(path) as read:
+            yield read
+    except OSError as error:
+        raise CheckpointError(str(path), "must be readable", error.strerror, _DAMAGED) from error
+
+
+def _read_safely(read: Callable[[int, int], bytes], start: int, length: int, path: Folder) -> Any:
+    content = io.BytesIO(read(start, start + length))
     try:
         return torch.load(content, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:

@@ -6,11 +6,9 @@ one warning.
 
 from __future__ import annotations
 
-import os
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -18,7 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_longctx.checkpoint.discovery import DEEP_BYTES, file_problem, verify, was_verified
+from lightning_longctx.checkpoint.address import Folder, PathLike
+from lightning_longctx.checkpoint.discovery import DEEP_BYTES, as_checkpoint, file_problem, verify, was_verified
 from lightning_longctx.checkpoint.exchange import all_gather_json
 from lightning_longctx.checkpoint.layout import METADATA, OPTIMIZER, PACKED_INDEX, WEIGHTS, Commit, extra_file
 from lightning_longctx.checkpoint.plain import load_plain
@@ -54,12 +53,12 @@ class OpenCheckpoint:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: PathLike,
         on_missing: OnMissing = "error",
         trust_pickle: bool = False,
         deep_bytes: int | None = DEEP_BYTES,
     ) -> None:
-        self.path = Path(path)
+        self.path = as_checkpoint(path)
         self.commit = Commit.read(self.path)
         self._checks = not dist.is_initialized() or dist.get_rank() == 0
         if self._checks:
@@ -302,7 +301,7 @@ class OpenCheckpoint:
         raise CheckpointError(str(self.path), "must fit the run", shown, fix)
 
 
-def load_weights(path: str | os.PathLike[str], module: Module, strict: bool = True) -> Module:
+def load_weights(path: PathLike, module: Module, strict: bool = True) -> Module:
     """Load the weights of a checkpoint into a plain module: no trainer, no processes.
 
     Args:
@@ -320,7 +319,9 @@ def load_weights(path: str | os.PathLike[str], module: Module, strict: bool = Tr
     return module
 
 
-def agree_or_raise(error: CheckpointError | None, group: dist.ProcessGroup | None, record: Path | None = None) -> None:
+def agree_or_raise(
+    error: CheckpointError | None, group: dist.ProcessGroup | None, record: Folder | None = None
+) -> None:
     """Raise an error that any rank met, on every rank, so that nobody waits for one that is gone.
 
     Args:
@@ -331,7 +332,12 @@ def agree_or_raise(error: CheckpointError | None, group: dist.ProcessGroup | Non
     Raises:
         CheckpointError: this rank's own, a report of the others', or ranks that do not see the same store.
     """
-    seen = None if error is not None or record is None else zlib.crc32(record.read_bytes())
+    seen = None
+    try:
+        seen = None if error is not None or record is None else zlib.crc32(record.read_bytes())
+    except OSError as problem:
+        fix = "Put `dirpath` on a store that all nodes share."
+        error = CheckpointError(str(record), "must be readable on every rank", problem.strerror, fix)
     answers = all_gather_json([None if error is None else str(error), seen], group)
     texts = [text for text, _ in answers]
     if error is not None:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from lightning_longctx.checkpoint.discovery import Found, leased, scan
+from lightning_longctx.checkpoint.address import Folder, names_in
+from lightning_longctx.checkpoint.discovery import Found, scan
 from lightning_longctx.checkpoint.filesystem import FileSystem
-from lightning_longctx.checkpoint.layout import STAGING, Commit, owner_file
+from lightning_longctx.checkpoint.layout import LEASE, OWNER, STAGING, Commit, is_owner_file, parse_name
+from lightning_longctx.checkpoint.notes import is_abandoned, leased
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.units import check_whole
 
-__all__ = ["Retention", "best_first", "collect_garbage", "owner_note", "prune", "superfluous"]
-
-# Whether the owner still lives can only be asked on its own machine; elsewhere silence for so long means no.
-_SILENCE_SECONDS = 3600.0
+__all__ = ["Retention", "best_first", "collect_garbage", "prune", "superfluous"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ def best_first(names: Iterable[str], scores: Mapping[str, float], mode: str) -> 
 
 def prune(
     filesystem: FileSystem,
-    root: Path,
+    root: Folder,
     rules: Retention,
     scores: Mapping[str, float],
     run: str | None = None,
@@ -101,79 +94,31 @@ def prune(
         commits = _of_run(usable, one)
         for commit in superfluous(commits, rules, scores, keep):
             if len(usable) - len(removed) > 1:
-                _remove(filesystem, root, commit.name)
+                filesystem.remove_checkpoint(root, commit.name)
                 removed.append(commit.name)
     return removed
 
 
-def owner_note() -> bytes:
-    """Who writes a staging directory: host, process, boot."""
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "boot": _boot_id()}).encode()
-
-
-def collect_garbage(filesystem: FileSystem, root: Path) -> list[str]:
-    """Remove staging directories whose owner is gone, with the notes of their owners, and tombstones.
+def collect_garbage(filesystem: FileSystem, root: Folder) -> list[str]:
+    """Remove what writers that are gone have left, with their notes, and tombstones.
 
     Call it before the first save of a process.
 
     Returns:
-        Names of what was removed.
+        Names of what was removed from the staging folder.
     """
     staging = root / STAGING
-    entries = sorted(staging.iterdir()) if staging.is_dir() else []
-    gone = [entry for entry in entries if _is_abandoned(entry)]
-    gone.sort(key=lambda entry: entry.suffix == ".owner")  # a directory goes before the note that says it may
-    for entry in gone:
-        filesystem.remove_tree(entry)
-    return [entry.name for entry in gone]
-
-
-def _remove(filesystem: FileSystem, root: Path, name: str) -> None:
-    tombstone = root / STAGING / f"del-{name}"
-    filesystem.make_directory(tombstone.parent)
-    filesystem.rename(root / name, tombstone)
-    filesystem.sync_directory(root)
-    filesystem.remove_tree(tombstone)
+    gone = [name for name in sorted(names_in(staging)) if is_abandoned(staging / name)]
+    gone.sort(key=is_owner_file)  # a directory goes before the note that says it may
+    for name in gone:
+        if is_owner_file(name) and parse_name(name.removesuffix(OWNER)):
+            filesystem.sweep(root, name.removesuffix(OWNER))
+        if is_owner_file(name) or name.startswith(LEASE):
+            filesystem.remove_file(staging / name)
+        else:
+            filesystem.remove_tree(staging / name)
+    return gone
 
 
 def _of_run(usable: Sequence[Found], run: str) -> list[Commit]:
     return [found.commit for found in usable if found.commit is not None and found.commit.run == run]
-
-
-def _is_abandoned(entry: Path) -> bool:
-    if entry.name.startswith("del-"):
-        return True
-    try:
-        silent = time.time() - entry.stat().st_mtime > _SILENCE_SECONDS
-    except FileNotFoundError:
-        return False
-    try:
-        owner: dict[str, Any] = json.loads(_owner_of(entry).read_text())
-    except (OSError, ValueError):
-        return silent  # no note: another rank was ahead of the first one, or it is a lease
-    if owner.get("host") != socket.gethostname():
-        return silent
-    return owner.get("boot") != _boot_id() or not _is_alive(int(owner.get("pid", -1)))
-
-
-def _owner_of(entry: Path) -> Path:
-    return entry if entry.suffix == ".owner" else entry.with_name(owner_file(entry.name))
-
-
-def _is_alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return False  # nothing of this process is under way when it starts
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

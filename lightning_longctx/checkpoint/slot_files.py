@@ -11,7 +11,6 @@ import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import METADATA, PACKED_INDEX
 from lightning_longctx.checkpoint.staging import Piece, StagedTensors
@@ -33,7 +33,7 @@ from lightning_longctx.errors import CheckpointError
 __all__ = ["SlotIndex", "write_rank_file"]
 
 
-def write_rank_file(filesystem: FileSystem, folder: Path, rank: int, staged: StagedTensors) -> dict[str, Any]:
+def write_rank_file(filesystem: FileSystem, folder: Folder, rank: int, staged: StagedTensors) -> dict[str, Any]:
     """Write one rank's tensors of a slot.
 
     Args:

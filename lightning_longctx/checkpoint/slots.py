@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.attempt import Attempt, describe
 from lightning_longctx.checkpoint.exchange import all_gather_json, broadcast_json, gather_json
 from lightning_longctx.checkpoint.filesystem import FileSystem
@@ -142,7 +143,7 @@ class Slot:
         if attempt.error:
             return {"error": attempt.error}
         try:
-            with _Workplace(attempt.filesystem, attempt.staging, self._stage_dir) as place:
+            with _Workplace(attempt.filesystem, attempt.place, self._stage_dir) as place:
                 if job.staged is not None:
                     result["slot"] = write_rank_file(place.filesystem, place.folder / job.name, self._rank, job.staged)
                     place.deliver(f"{job.name}/{result['slot']['file']}", FileFacts(**result["slot"]["facts"]))
@@ -163,15 +164,16 @@ class Slot:
 
 
 class _Workplace:
-    """Where files are written: the staging directory itself, or a node-local folder first."""
+    """Where files are written: where they belong, or a node-local folder first."""
 
-    def __init__(self, filesystem: FileSystem, target: Path, stage_dir: Path | None) -> None:
-        self.filesystem = filesystem
+    def __init__(self, filesystem: FileSystem, target: Folder, stage_dir: Path | None) -> None:
+        self._filesystem = filesystem
         self._target = target
         self._local = stage_dir is not None
-        self.folder = (
-            target if stage_dir is None else stage_dir / f"{target.name}-{os.getpid()}-{threading.get_ident()}"
-        )
+        self.filesystem, self.folder = filesystem, target
+        if stage_dir is not None:
+            self.filesystem = FileSystem()
+            self.folder = stage_dir / f"{target.name}-{os.getpid()}-{threading.get_ident()}"
 
     def __enter__(self) -> _Workplace:
         return self
@@ -182,10 +184,11 @@ class _Workplace:
 
     def deliver(self, name: str, facts: FileFacts) -> None:
         """Copy a file to where it belongs, and compare what arrived."""
-        if not self._local:
+        local, target = self.folder / name, self._target / name
+        if not isinstance(local, Path) or not self._local:
             return
-        self.filesystem.make_directory((self._target / name).parent)
-        with (self.folder / name).open("rb") as source, self.filesystem.create(self._target / name) as stream:
+        self._filesystem.make_directory(target.parent)
+        with local.open("rb") as source, self._filesystem.create(target) as stream:
             shutil.copyfileobj(source, stream, 16 * 2**20)
         if (stream.size, stream.crc32) != (facts.size, facts.crc32):
             fix = "The node-local folder returned other bytes than were written; look at its disk."

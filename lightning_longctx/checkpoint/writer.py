@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.attempt import Attempt, describe
 from lightning_longctx.checkpoint.discovery import scan
 from lightning_longctx.checkpoint.exchange import all_gather_json, broadcast_json
 from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import OPTIMIZER, SLOTS, STAGING, WEIGHTS, Commit, owner_file
-from lightning_longctx.checkpoint.retention import Retention, collect_garbage, owner_note, prune
+from lightning_longctx.checkpoint.notes import owner_note
+from lightning_longctx.checkpoint.object_store import filesystem_of
+from lightning_longctx.checkpoint.retention import Retention, collect_garbage, prune
 from lightning_longctx.checkpoint.scores import read_scores
 from lightning_longctx.checkpoint.slots import Job, Slot
 from lightning_longctx.checkpoint.staging import PACK_BELOW, StagingBuffers
@@ -109,7 +112,7 @@ class Outcome:
     """
 
     slot: str
-    checkpoint: Path | None
+    checkpoint: Folder | None
     step: int
     seconds: float
     size: int
@@ -121,20 +124,20 @@ class CheckpointWriter:
     Args:
         dirpath: the folder; the same on every rank, on a store that all ranks see.
         settings: how.
-        filesystem: what to write through.
+        filesystem: what to write through; None: what ``dirpath`` needs.
         versions: of libraries, for people who read the record.
     """
 
     def __init__(
         self,
-        dirpath: Path,
+        dirpath: Folder,
         settings: WriterSettings | None = None,
         filesystem: FileSystem | None = None,
         versions: Mapping[str, str] | None = None,
     ) -> None:
         self.dirpath = dirpath
         self.settings = settings or WriterSettings()
-        self.filesystem = filesystem or FileSystem()
+        self.filesystem = filesystem or filesystem_of(dirpath)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.run = ""
@@ -169,11 +172,11 @@ class CheckpointWriter:
         agreed = {"error": None, "run": run or uuid4().hex[:8], "nonce": uuid4().hex, "sequence": 0}
         if self.rank == 0:
             try:
-                self.filesystem.make_directory(self.dirpath / STAGING)
+                self.filesystem.prepare(self.dirpath)
                 collect_garbage(self.filesystem, self.dirpath)
                 sequences = [found.commit.sequence for found in scan(self.dirpath) if found.commit]
                 agreed["sequence"] = max(sequences, default=0)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 agreed["error"] = describe(error)
         agreed = broadcast_json(agreed, self._control)
         if agreed["error"]:
@@ -251,16 +254,14 @@ class CheckpointWriter:
         return Commit(**{**vars(record), "ranks": [answer["place"] for answer in answers]})
 
     def _preflight(self, name: str, request: SaveRequest) -> str | None:
-        staging = self.dirpath / STAGING / name
+        place = self.filesystem.place_of(self.dirpath, name)
         try:
-            if self.rank == 0:  # first, so that no directory is without an owner
-                self.filesystem.note(staging.with_name(owner_file(name)), owner_note())
-            self.filesystem.make_directory(staging)
-            probe = staging / f".probe-{self.rank}"
-            self.filesystem.note(probe)  # a folder may exist and yet be read-only here
-            self.filesystem.remove_tree(probe)
+            if self.rank == 0:  # first, so that nothing is without an owner
+                self.filesystem.note(self.dirpath / STAGING / owner_file(name), owner_note())
+            self.filesystem.make_directory(place)
+            self.filesystem.probe(place / f".probe-{self.rank}")
             needed = sum(tensor.nbytes for state in request.slots.values() for tensor in state.values())
-            free = self.filesystem.free_bytes(staging)
+            free = self.filesystem.free_bytes(place)
         except OSError as error:
             return describe(error)
         return f"{needed:,} bytes to write and {free:,} free in {self.dirpath}" if free < needed else None
@@ -346,12 +347,12 @@ class CheckpointWriter:
             try:
                 scores = read_scores(self.dirpath)
                 prune(self.filesystem, self.dirpath, self.settings.retention, scores, self.run, self.protected)
-            except OSError:
+            except (OSError, CheckpointError):
                 return  # what could not be removed is tried again after the next commit
 
     def _discard(self, name: str) -> None:
         if self.rank == 0:
-            Attempt.discard_directory(self.filesystem, self.dirpath / STAGING / name)
+            self.filesystem.discard(self.dirpath, name)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 

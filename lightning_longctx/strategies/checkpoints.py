@@ -11,7 +11,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_longctx.checkpoint.discovery import is_checkpoint, reading
+from lightning_longctx.checkpoint.address import Folder
+from lightning_longctx.checkpoint.discovery import as_checkpoint, is_checkpoint, reading
 from lightning_longctx.checkpoint.layout import COMMIT, METADATA
 from lightning_longctx.checkpoint.plain import load_plain
 from lightning_longctx.checkpoint.reading import TensorDirectory
@@ -26,24 +27,25 @@ _STOCK_STATE = "meta.pt"
 
 
 def load_any_checkpoint(
-    strategy: ModelParallelStrategy, path: Path, load_file: Callable[[Path], dict[str, Any]]
+    strategy: ModelParallelStrategy, given: Any, load_file: Callable[[Any], dict[str, Any]]
 ) -> dict[str, Any]:
     """Load weights and optimizers in place, and return the rest of the checkpoint.
 
     Args:
         strategy: with its module sharded and its optimizers made.
-        path: a checkpoint, the same on every rank.
+        given: path or address of a checkpoint, the same on every rank.
         load_file: loads what is no directory.
 
     Raises:
         CheckpointError: it is damaged or does not fit; on every rank.
     """
+    path = as_checkpoint(given)
     if is_checkpoint(path):
         load = _load_own
     elif (path / METADATA).is_file() and (path / _STOCK_STATE).is_file():
         load = _load_stock_directory
     else:
-        return load_file(path)
+        return load_file(path if isinstance(path, Path) else str(path))
     error, state = None, dict[str, Any]()
     try:
         with reading(path):
@@ -54,7 +56,7 @@ def load_any_checkpoint(
     return state
 
 
-def _load_own(strategy: ModelParallelStrategy, path: Path) -> dict[str, Any]:
+def _load_own(strategy: ModelParallelStrategy, path: Folder) -> dict[str, Any]:
     module = strategy.lightning_module
     assert module is not None
     trainer: Any = module.trainer
@@ -72,7 +74,7 @@ def _load_own(strategy: ModelParallelStrategy, path: Path) -> dict[str, Any]:
     return state
 
 
-def _load_stock_directory(strategy: ModelParallelStrategy, path: Path) -> dict[str, Any]:
+def _load_stock_directory(strategy: ModelParallelStrategy, path: Folder) -> dict[str, Any]:
     """Lightning's own way goes through the pickle of the metadata, and so through whatever code it holds."""
     module = strategy.lightning_module
     assert module is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -291,7 +290,7 @@ class LongContextFSDPStrategy(ExactSteps):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of this package, of stock Lightning as one file, or as a sharded directory."""
         assert self.lightning_module is not None
-        return load_any_checkpoint(self, Path(self.broadcast(checkpoint_path)), super().load_checkpoint)
+        return load_any_checkpoint(self, self.broadcast(checkpoint_path), super().load_checkpoint)
 
     def step_metrics(self) -> dict[str, float]:
         """What a logged step shows of the strategy: activation offload on this rank, since the start."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lightning_longctx.checkpoint.address import as_folder, is_address
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.checks import check_parts
 from lightning_longctx.tools.configuration import check_division
@@ -22,14 +23,16 @@ def check_checkpoint_path(path: object) -> None:
     """Check that a checkpoint to start from is there.
 
     Args:
-        path: ``ckpt_path``: a local path, a URL, one of Lightning's words such as ``last``, or None.
+        path: ``ckpt_path``: a path, an address, one of Lightning's words such as ``last``, or None.
 
     Raises:
-        ConfigurationError: a local path that does not exist.
+        ConfigurationError: one that does not exist, or an address that cannot be opened.
     """
-    if not isinstance(path, (str, Path)) or "://" in str(path) or str(path).partition(":")[0] in _CHECKPOINT_WORDS:
+    if not isinstance(path, (str, Path)):
         return
-    if not Path(path).exists():
+    if not is_address(path) and str(path).partition(":")[0] in _CHECKPOINT_WORDS:
+        return
+    if not as_folder(path, "ckpt_path").exists():
         words = ", ".join(_CHECKPOINT_WORDS[:2])
         fix = f"Check the path, or give one of the words {words}."
         raise ConfigurationError("ckpt_path", "must exist", repr(str(path)), fix)

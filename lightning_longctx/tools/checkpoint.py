@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from lightning_longctx.checkpoint.discovery import Found, find_latest, is_checkpoint, scan, verify
+from lightning_longctx.checkpoint.address import Folder, as_folder
+from lightning_longctx.checkpoint.discovery import Found, as_checkpoint, find_latest, is_checkpoint, scan, verify
 from lightning_longctx.checkpoint.export import export_checkpoint
-from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import parse_name
+from lightning_longctx.checkpoint.object_store import filesystem_of
 from lightning_longctx.checkpoint.retention import Retention, prune, superfluous
 from lightning_longctx.checkpoint.scores import read_scores
 from lightning_longctx.errors import CheckpointError
@@ -40,6 +41,7 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
         CheckpointError: no such folder, or a checkpoint that cannot be used as asked.
     """
     options = _parser().parse_args(list(words))
+    options.path = as_folder(options.path, "DIR")
     run: Callable[[argparse.Namespace], tuple[int, Any]] = options.run
     make_folders({"--json": options.json and options.json.parent})
     code, result = run(options)
@@ -55,7 +57,7 @@ def _parser() -> RaisingParser:
 
     def add(name: str, run: Callable[[argparse.Namespace], tuple[int, Any]], text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("path", type=Path, metavar="DIR", help="the folder, or one checkpoint of it")
+        command.add_argument("path", metavar="DIR", help="the folder, or one checkpoint of it; a path or an address")
         command.add_argument("--json", type=Path, help="also write the result to this file")
         command.set_defaults(run=run)
         return command
@@ -65,7 +67,7 @@ def _parser() -> RaisingParser:
     one.add_argument("--deep", action="store_true", help="the checksums of tensors as well")
     one = add("export", _export, "write the weights in another form; of a folder those of the newest")
     one.add_argument("--to", choices=("hf", "torch", "lightning"), default="hf", help="form (%(default)s)")
-    one.add_argument("--output", type=Path, required=True, help="directory (hf) or file; must not exist")
+    one.add_argument("--output", required=True, help="directory (hf) or file; must not exist")
     one.add_argument("--dtype", choices=sorted(_DTYPES), help="of floating-point weights (as saved)")
     one.add_argument("--tokenizer", help="directory of the tokenizer (the one that was trained with)")
     one = add("prune", _prune, "remove what is not kept, run by run; never the last one")
@@ -124,23 +126,24 @@ def _prune(options: argparse.Namespace) -> tuple[int, Any]:
             for commit in superfluous([one for one in commits if one.run == run], rules, scores)
         ]
     else:
-        names = prune(FileSystem(), options.path, rules, scores)
+        names = prune(filesystem_of(options.path), options.path, rules, scores)
     for name in names:
         print(f"{'would remove' if options.dry_run else 'removed'} {name}")
     return 0, names
 
 
-def _found(path: Path) -> list[Found]:
-    if parse_name(path.name) and path.is_dir():
-        return [one for one in scan(path.parent) if one.path.name == path.name]
+def _found(path: Folder) -> list[Found]:
+    one = as_checkpoint(path)
+    if parse_name(one.name) and (one.is_dir() if isinstance(one, Path) else is_checkpoint(one)):
+        return [found for found in scan(one.parent) if found.path.name == one.name]
     found = scan(path)
     if not found:
         raise _nothing(path)
     return found
 
 
-def _nothing(path: Path) -> CheckpointError:
-    got = "no checkpoint" if path.is_dir() else "no such folder"
+def _nothing(path: Folder) -> CheckpointError:
+    got = "no such folder" if isinstance(path, Path) and not path.is_dir() else "no checkpoint"
     return CheckpointError(str(path), "must hold checkpoints", got, "Give the `dirpath` of the run.")
 
 

@@ -281,7 +281,7 @@ def test_the_progress_bar_shows_a_write_under_way(monkeypatch: pytest.MonkeyPatc
             self.said.add(saving.hang_report())  # what RunGuard would write of it
             time.sleep(0.05)
 
-    monkeypatch.setattr("lightning_longctx.checkpoint.writer.FileSystem", Slow)
+    monkeypatch.setattr("lightning_longctx.checkpoint.object_store.FileSystem", Slow)
     bar = Bar()
     fit("c", 14, callbacks=[bar], enable_progress_bar=True, checkpoint={"every_n_train_steps": 2, "keep_last": 1})
     assert max(bar.shown) > 0.05
@@ -302,7 +302,7 @@ class _Full(FileSystem):
 
 
 def test_a_failed_save_raises_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_longctx.checkpoint.writer.FileSystem", _Full)
+    monkeypatch.setattr("lightning_longctx.checkpoint.object_store.FileSystem", _Full)
 
     class Slow(Callback):
         def on_train_batch_start(self, *_: Any) -> None:
@@ -323,7 +323,7 @@ def test_an_error_in_training_stays_on_top(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ZeroDivisionError, match="the user's"):
         fit("c", 9, checkpoint={"every_n_train_steps": 3}, callbacks=[Fails()])
     assert _steps("c") == [3], "the write that was under way was waited for"
-    monkeypatch.setattr("lightning_longctx.checkpoint.writer.FileSystem", _Full)
+    monkeypatch.setattr("lightning_longctx.checkpoint.object_store.FileSystem", _Full)
     with pytest.raises(ZeroDivisionError) as caught:
         fit("d", 9, checkpoint={"every_n_train_steps": 3}, callbacks=[Fails()])
     assert "a checkpoint was not written" in "".join(getattr(caught.value, "__notes__", []))
@@ -344,7 +344,7 @@ def test_the_lossy_plugin_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"keep_last": 0}, {"every_n_train_steps": 0}, {"mode": "up"}, {"dirpath": "s3://bucket/run"}]
+    "wrong", [{"keep_last": 0}, {"every_n_train_steps": 0}, {"mode": "up"}, {"dirpath": "nowhere://run"}]
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):

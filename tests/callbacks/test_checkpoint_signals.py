@@ -125,7 +125,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path, rank: int) -> None:
 _ONE_RAISES = """
 import time
 from lightning.pytorch import Callback
-import lightning_longctx.checkpoint.writer as writer_module
+import lightning_longctx.checkpoint.object_store as store_module
 from lightning_longctx.checkpoint.filesystem import FileSystem
 class Slow(FileSystem):
     def before(self, operation, path):
@@ -135,7 +135,7 @@ class Raise(Callback):
     def on_train_batch_start(self, trainer, *rest):
         if trainer.global_step == 4 and trainer.global_rank == 1:
             raise ZeroDivisionError("the user's")
-writer_module.FileSystem = Slow
+store_module.FileSystem = Slow
 from tests.callbacks.checkpoint_toy import fit
 fit("c", 50, devices=2, sp=1, callbacks=[Raise()], checkpoint={"every_n_train_steps": 4})
 """
@@ -155,7 +155,7 @@ def test_an_exception_on_one_rank_leaves_its_write_complete() -> None:
 _UNREAD = """
 import sys
 from pathlib import Path
-import lightning_longctx.checkpoint.writer as writer_module
+import lightning_longctx.checkpoint.object_store as store_module
 from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning.pytorch import Callback
 class Full(FileSystem):
@@ -167,7 +167,7 @@ class Exit(Callback):
     def on_train_batch_start(self, trainer, *rest):
         if trainer.global_step == 2:
             raise GeneratorExit  # a process that ends without anybody looking
-writer_module.FileSystem = Full
+store_module.FileSystem = Full
 import lightning.pytorch.trainer.call as call
 call._interrupt = lambda *rest: None
 from tests.callbacks.checkpoint_toy import fit
@@ -189,7 +189,7 @@ def test_a_process_with_an_unread_failure_ends_with_an_error() -> None:
 def _failing_save(folder: str) -> str:
     import errno
 
-    from lightning_longctx.checkpoint import writer as module
+    from lightning_longctx.checkpoint import object_store as module
     from lightning_longctx.checkpoint.filesystem import FileSystem
 
     class Fails(FileSystem):

@@ -140,7 +140,9 @@ class _Slow(FileSystem):
 
 def test_the_table_lists_what_checkpoints_log(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [make_batch(seed, 5) for seed in range(2)]
-    monkeypatch.setattr("lightning_longctx.checkpoint.writer.FileSystem", _Slow)  # so that a write is seen under way
+    monkeypatch.setattr(
+        "lightning_longctx.checkpoint.object_store.FileSystem", _Slow
+    )  # so that a write is seen under way
     saving = AsyncDCPCheckpoint("checkpoints", every_n_train_steps=1)
     trainer = make_trainer([saving], enable_checkpointing=True)
     trainer.fit(ToyLM(), loader(batches), [loader(batches)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from datetime import timedelta
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_longctx.checkpoint.address import PathLike, as_folder, names_in
 from lightning_longctx.checkpoint.discovery import scan, verify
 from lightning_longctx.checkpoint.filesystem import FileSystem
-from lightning_longctx.checkpoint.layout import extra_file
+from lightning_longctx.checkpoint.layout import STAGING, extra_file, parse_name
+from lightning_longctx.checkpoint.notes import owner_note
 from lightning_longctx.checkpoint.plain import load_plain
 from lightning_longctx.checkpoint.reading import TensorDirectory
 from lightning_longctx.checkpoint.retention import Retention
@@ -36,11 +39,11 @@ def request(step: int, rank: int = 0, slots: tuple[str, ...] = ("weights", "opti
 
 
 def writer(
-    root: Path, filesystem: FileSystem | None = None, keep: int = 2, timeout: timedelta = SHORT, **more: Any
+    root: PathLike, filesystem: FileSystem | None = None, keep: int = 2, timeout: timedelta = SHORT, **more: Any
 ) -> CheckpointWriter:
     """An open writer."""
     settings = WriterSettings(timeout=timeout, pack_below=PACK_BELOW, retention=Retention(keep_last=keep), **more)
-    made = CheckpointWriter(root, settings, filesystem)
+    made = CheckpointWriter(as_folder(root), settings, filesystem)
     made.open()
     return made
 
@@ -52,12 +55,12 @@ def save(checkpoints: CheckpointWriter, step: int, **more: Any) -> None:
     checkpoints.raise_failure()
 
 
-def steps(root: Path) -> list[int]:
+def steps(root: PathLike) -> list[int]:
     """Steps of the intact checkpoints, the newest first."""
     return [found.commit.step for found in scan(root) if found.commit is not None and not found.problem]
 
 
-def check_pure(root: Path) -> list[int]:
+def check_pure(root: PathLike) -> list[int]:
     """Check that every discoverable checkpoint is intact and holds values of its own step only; return the steps."""
     for found in scan(root):
         if found.problem:
@@ -74,6 +77,27 @@ def check_pure(root: Path) -> list[int]:
             extra = load_plain(found.path / extra_file(rank))
             assert extra == {"step": found.commit.step, "rank": rank}
     return steps(root)
+
+
+def leftovers(root: PathLike) -> list[str]:
+    """Names of what is no checkpoint and no file about all of them."""
+    folder = as_folder(root)
+    found = {one.path.name for one in scan(root)}
+    return names_in(folder / STAGING) + [name for name in names_in(folder) if parse_name(name) and name not in found]
+
+
+def put(address: Any, content: bytes | dict[str, Any]) -> None:
+    """Write an object, past the door that the package writes through."""
+    address.system.pipe_file(address.path, content if isinstance(content, bytes) else json.dumps(content).encode())
+
+
+def owners_note(**other: Any) -> dict[str, Any]:
+    """What a note says of its owner."""
+    return {**json.loads(owner_note()), **other}
+
+
+#: No such process.
+GONE = {"pid": 2**22 + 1}
 
 
 class KillingFileSystem(FileSystem):

@@ -16,17 +16,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_longctx.checkpoint.address import Folder, as_folder
 from lightning_longctx.checkpoint.discovery import find_latest
-from lightning_longctx.checkpoint.layout import STAGING
-from tests.checkpoint.helpers import KillingFileSystem, check_pure, save, steps, writer
+from lightning_longctx.checkpoint.filesystem import FileSystem
+from tests.checkpoint.helpers import KillingFileSystem, check_pure, leftovers, save, steps, writer
+from tests.checkpoint.objects import Killer, watched
 from tests.helpers.pool import free_port
 
 SAVES = 4
 
 
-def _save_all(root: Path, log: Path, kill_at: int | None) -> int:
+def _save_all(root: Folder, log: Path, kill_at: int | None) -> int:
     """Save, and note each commit that was reported; ``kill_at`` counts the operations of the slots' threads too."""
-    filesystem = KillingFileSystem(kill_at)
+    if isinstance(root, Path):
+        counter: Any = KillingFileSystem(kill_at)
+        return _save_through(counter, counter, root, log)
+    counter = Killer(kill_at)
+    with watched(counter):
+        return _save_through(None, counter, root, log)
+
+
+def _save_through(filesystem: FileSystem | None, counter: Any, root: Folder, log: Path) -> int:
     checkpoints = writer(root, filesystem)
     first = max(steps(root), default=0) + 1
     for step in range(first, first + SAVES):
@@ -34,10 +44,10 @@ def _save_all(root: Path, log: Path, kill_at: int | None) -> int:
         with log.open("a") as file:
             file.write(f"{step}\n")
             file.flush()
-    return filesystem.count
+    return int(counter.count)
 
 
-def _killed(root: Path, log: Path, kill_at: int) -> int:
+def _killed(root: Folder, log: Path, kill_at: int) -> int:
     """Run the saves in a child that kills itself; its exit code."""
     pid = os.fork()
     if pid == 0:
@@ -50,19 +60,20 @@ def _killed(root: Path, log: Path, kill_at: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # about 250 processes one after another: half a minute, or many on a busy machine
-def test_killed_before_every_single_operation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("store", "least"), [("", 150), ("objects://", 80)])
+def test_killed_before_every_single_operation(tmp_path: Path, store: str, least: int) -> None:
     """Lightning#688: kill -9 leaves a broken file at the final name. composer#3376: a pointer precedes its data."""
-    operations, problems = _in_fresh_process(_sweep, tmp_path)
-    assert operations > 150
+    operations, problems = _in_fresh_process(_sweep, tmp_path, store)
+    assert operations > least
     assert problems == []
 
 
-def _sweep(folder: Path) -> tuple[int, list[str]]:
+def _sweep(folder: Path, store: str) -> tuple[int, list[str]]:
     """In a fresh process, where forking is safe: kill before operation 0, 1, 2, ..."""
-    operations = _count(folder / "whole")
+    operations = _count(as_folder(f"{store}{folder}/whole"), folder / "whole.log")
     problems = []
     for kill_at in range(operations):
-        root, log = folder / str(kill_at), folder / f"{kill_at}.log"
+        root, log = as_folder(f"{store}{folder}/{kill_at}"), folder / f"{kill_at}.log"
         log.touch()
         code = _killed(root, log, kill_at)
         if code != -signal.SIGKILL:
@@ -71,18 +82,18 @@ def _sweep(folder: Path) -> tuple[int, list[str]]:
     return operations, problems
 
 
-def _count(root: Path) -> int:
+def _count(root: Folder, log: Path) -> int:
     reader, writer_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        count = _save_all(root, root.with_suffix(".log"), None)
+        count = _save_all(root, log, None)
         os.write(writer_end, str(count).encode())
         os._exit(0)
     os.waitpid(pid, 0)
     return int(os.read(reader, 100))
 
 
-def _problems(root: Path, log: Path) -> list[str]:
+def _problems(root: Folder, log: Path) -> list[str]:
     """What is wrong after a kill, and after the start that follows it."""
     problems = []
     reported = [int(line) for line in log.read_text().split()]
@@ -95,11 +106,11 @@ def _problems(root: Path, log: Path) -> list[str]:
         pid = os.fork()
         if pid == 0:
             save(writer(root), 99)
-            os._exit(len(os.listdir(root / STAGING)))
+            os._exit(len(leftovers(root)))
         left = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         after = check_pure(root)
         if left or after[0] != 99:
-            problems.append(f"after the next start: {left} left in staging, found {after}")
+            problems.append(f"after the next start: {left} left behind, found {after}")
     return problems
 
 

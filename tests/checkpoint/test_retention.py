@@ -12,14 +12,8 @@ import pytest
 from lightning_longctx.checkpoint.discovery import find_latest, reading, scan
 from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import STAGING, Commit, owner_file
-from lightning_longctx.checkpoint.retention import (
-    Retention,
-    best_first,
-    collect_garbage,
-    owner_note,
-    prune,
-    superfluous,
-)
+from lightning_longctx.checkpoint.notes import owner_note
+from lightning_longctx.checkpoint.retention import Retention, best_first, collect_garbage, prune, superfluous
 from lightning_longctx.checkpoint.scores import read_scores, write_score
 from lightning_longctx.errors import ConfigurationError
 from tests.checkpoint.helpers import save, steps, writer

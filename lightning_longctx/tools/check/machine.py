@@ -8,6 +8,7 @@ import platform
 import shutil
 import socket
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,6 +120,8 @@ def check_disk(subject: Subject) -> Check:
     settings, folder = subject.callback("AsyncDCPCheckpoint"), checkpoint_folder(subject)
     if settings is None or folder is None:
         raise Skipped("no AsyncDCPCheckpoint in `trainer.callbacks`")
+    if not isinstance(folder, Path):
+        raise Skipped(f"{folder} is no disk: a store does not tell what is free")
     weights, optimizer = _saved_bytes(subject, bool((settings.get("options") or {}).get("trainable_only")))
     whole, parts = _kept(settings)
     needed = whole * (weights + optimizer) + parts * weights

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from pathlib import Path
 
+from lightning_longctx.checkpoint.address import Folder, folder_of_run
 from lightning_longctx.checkpoint.discovery import scan
 from lightning_longctx.datamodules.sources import IndexableSource, Source
 from lightning_longctx.errors import CheckpointError, ConfigurationError, DataError
@@ -131,10 +131,9 @@ def check_start(subject: Subject) -> Check:
     return Check("start", "fine", f"goes on after step {step:,}, from {usable[0].path}", {"step": step})
 
 
-def checkpoint_folder(subject: Subject) -> Path | None:
+def checkpoint_folder(subject: Subject) -> Folder | None:
     """Where ``AsyncDCPCheckpoint`` writes; None if the run does not use it."""
     settings = subject.callback("AsyncDCPCheckpoint")
     if settings is None:
         return None
-    given = settings.get("dirpath")
-    return Path(given) if given else Path(subject.trainer.get("default_root_dir") or ".") / "checkpoints"
+    return folder_of_run(settings.get("dirpath"), subject.trainer.get("default_root_dir"))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_longctx.checkpoint.address import Folder, folder_of_run
 from lightning_longctx.checkpoint.discovery import Found, scan
 from lightning_longctx.checkpoint.scores import read_scores
+from lightning_longctx.errors import CheckpointError, ConfigurationError
 from lightning_longctx.tools.output import human_bytes
 from lightning_longctx.tools.report.html import Markup, join, tag
 from lightning_longctx.tools.report.numbers import short, whole
@@ -24,10 +26,13 @@ def kept_checkpoints(run: Run) -> tuple[Markup, list[str], list[list[str]]] | No
     settings = run.callback("AsyncDCPCheckpoint")
     if settings is None:
         return None
-    given = settings.get("dirpath") or Path(run.setting("trainer", "default_root_dir") or ".") / "checkpoints"
-    above = run.path.resolve().parent.parent  # <where it was started>/runs/version_N
-    folder = next((base / given for base in (Path(), above) if (base / given).is_dir()), None)
-    found = scan(folder) if folder is not None else []
+    named = settings.get("dirpath") or run.setting("trainer", "default_root_dir")
+    try:
+        given = folder_of_run(settings.get("dirpath"), run.setting("trainer", "default_root_dir"))
+        folder = _found_at(given, run)
+        found = scan(folder) if folder is not None else []
+    except (CheckpointError, ConfigurationError) as error:  # a page of a run needs no store that answers
+        return join("In ", tag("code", str(named)), f" (cannot be read: {error.got})"), [], []
     if folder is None or not found:
         return None
     scores = read_scores(folder)
@@ -35,6 +40,13 @@ def kept_checkpoints(run: Run) -> tuple[Markup, list[str], list[list[str]]] | No
     best = pick(scores, key=lambda name: scores[name]) if scores else ""
     title = join("In ", tag("code", str(given)), " now")
     return title, ["", "step", "content", "size", "score", ""], [_row(one, scores, best) for one in found]
+
+
+def _found_at(given: Folder, run: Run) -> Folder | None:
+    if not isinstance(given, Path):
+        return given
+    above = run.path.resolve().parent.parent  # <where it was started>/runs/version_N
+    return next((base / given for base in (Path(), above) if (base / given).is_dir()), None)
 
 
 def _row(found: Found, scores: dict[str, float], best: str) -> list[str]:
