@@ -14,6 +14,9 @@ devices="${DEVICES:-8}" # processes of each node, one a GPU
 # One thread for each process unless you know better: torchrun would set this too, with a warning.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+# A run that is told to stop ends its step and saves: seconds until torchrun kills it; its own 30 are too few.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+
 # A process that fails ends those of its node, and the others end with it: no node waits for hours.
 exec python -m torch.distributed.run \
   --nnodes="$nodes" \

@@ -8,7 +8,6 @@ data loader. It never touches a device or a process group.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
@@ -19,12 +18,12 @@ from socket import SHUT_RDWR, socket
 from threading import Thread
 from time import sleep
 from traceback import format_exception
-from types import FrameType
 from typing import Any
 
 import torch
 
 from lightning_longctx.datamodules.bad_record import text_of
+from lightning_longctx.datamodules.helper_process import obey_the_parent_only
 from lightning_longctx.datamodules.packing import flatten_row, unflatten_row
 from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.row_state import Reweight
@@ -152,8 +151,7 @@ def _end_process(process: BaseProcess) -> None:
 
 def _serve(connection: Connection, settings: RowSettings, policy: BufferPolicy, state: RowState) -> None:
     """Answer requests: None for a plan, an index for a row of it, weights to mix by."""
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    obey_the_parent_only()
     torch.set_num_threads(1)  # as a data loader's workers: a fork does not copy the threads of OpenMP
     Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     maker, sent = LocalRows(settings, policy, state), SentDocuments(settings.reader)
@@ -196,10 +194,6 @@ def _told(error: Exception) -> FieldError:
         return error
     text = "".join(format_exception(error))
     return DataError("data", "must be readable", text_of(error), f"In the row process:\n{text}")
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
 
 
 def _end_with(parent: int) -> None:

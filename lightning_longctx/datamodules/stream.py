@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_longctx.datamodules.documents import DocumentReader, Draw, Pieces
+from lightning_longctx.datamodules.helper_process import obey_the_parent_only
 from lightning_longctx.datamodules.mixing import Drawn, Mixer, Request
 from lightning_longctx.datamodules.reread import Reread, Rereads
 from lightning_longctx.datamodules.sources import IndexableSource
@@ -144,10 +145,15 @@ def _loader(dataset: _Reading, requests: _Requests, num_workers: int, seed: int)
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=num_workers,
+            worker_init_fn=_begin,
             prefetch_factor=_REQUESTS_EACH if num_workers else None,
             snapshot_every_n_steps=0,  # what counts is the state of the mixer
             generator=torch.Generator().manual_seed(seed),  # else each start would draw from the model's numbers
         )
+
+
+def _begin(worker: int) -> None:
+    obey_the_parent_only()
 
 
 def _as_it_is(result: Draw | Pieces) -> Draw | Pieces:

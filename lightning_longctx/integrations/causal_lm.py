@@ -26,6 +26,7 @@ from lightning_longctx.integrations.optimization import (
     ProgressSchedule,
     ScheduleSettings,
     build_optimizer,
+    keep_settings,
 )
 from lightning_longctx.integrations.plain import PlainTwin
 from lightning_longctx.integrations.rotary import fix_longrope
@@ -305,6 +306,7 @@ class CausalLMModule(LightningModule):
         """Return AdamW and, unless the rate is constant, its schedule, which advances once an update."""
         has_scaler = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         optimizer = build_optimizer(self.named_parameters(), self.optimizer_settings, has_scaler)
+        keep_settings(optimizer, rank_zero_info)
         if self.schedule_settings.is_flat:
             return optimizer
         horizon, max_steps = self._end_of_schedule()

@@ -19,6 +19,7 @@ __all__ = [
     "ProgressSchedule",
     "ScheduleSettings",
     "build_optimizer",
+    "keep_settings",
     "learning_rate_factor",
     "parameter_groups",
 ]
@@ -199,12 +200,12 @@ class ProgressSchedule(LRScheduler):
         return [rate * factor for rate in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Progress, number of steps and peaks, as plain containers."""
-        return {"done": self.done, "last_epoch": self.last_epoch, "base_lrs": list(self.base_lrs)}
+        """Progress and number of steps."""
+        return {"done": self.done, "last_epoch": self.last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a progress. The rate of the next step is that of the present settings there."""
-        self.__dict__.update(state_dict)
+        """Continue from a progress. The rate of the next step is that of the present settings there, peak included."""
+        self.done, self.last_epoch = state_dict["done"], state_dict["last_epoch"]
         self._step_count = self.last_epoch + 1
         rates = self.get_lr()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -284,6 +285,38 @@ def build_optimizer(
         kind = "fused"
     choice = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}.get(kind, {})
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, **choice)
+
+
+def keep_settings(optimizer: torch.optim.Optimizer, tell: Callable[[str], object]) -> None:
+    """Let the settings that an optimizer has now outlive its resume: PyTorch would put back those of the checkpoint.
+
+    Args:
+        optimizer: as it was built, before a schedule changes its rates.
+        tell: hears once what differs.
+    """
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+    def put_back(optimizer: torch.optim.Optimizer) -> None:
+        changes = []
+        for group, mine in zip(optimizer.param_groups, own, strict=True):
+            saved = {**group, "lr": group.get("initial_lr", group["lr"])}
+            changes += [
+                f"{key} is {mine[key]} instead of {saved[key]}"
+                for key in ("lr", "betas", "eps", "weight_decay")
+                if key in saved and not _equal(saved[key], mine[key])
+            ]
+            group.update(mine)
+            if "initial_lr" in group:
+                group["initial_lr"] = mine["lr"]
+        if changes:
+            tell(f"Optimizer resumed with changes that apply from here on: {'; '.join(dict.fromkeys(changes))}.")
+
+    optimizer.register_load_state_dict_post_hook(put_back)
+
+
+def _equal(saved: Any, mine: Any) -> bool:
+    """Whether two settings are the same; a pair may have become a list on its way."""
+    return (tuple(saved) if isinstance(saved, list) else saved) == (tuple(mine) if isinstance(mine, list) else mine)
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -25,6 +25,7 @@ from lightning_longctx.datamodules.runtime import ROWS_AHEAD, BackgroundRows, Lo
 from lightning_longctx.errors import ConfigurationError, DataError
 from lightning_longctx.topology import Topology
 from tests.datamodules.helpers import Recorder, Stream, data_module, records, trainer
+from tests.helpers.processes import outputs_of, start
 
 RUNTIMES = ["main", "worker"]
 
@@ -224,6 +225,30 @@ def test_a_killed_row_process_is_an_error_and_not_a_hang() -> None:
     with pytest.raises(DataError, match="must live as long as the run, but got exit code -9"):
         list(rows)
     assert time.monotonic() - start < 10
+
+
+_TOLD_TO_STOP = """
+import os, signal, subprocess, sys
+from tests.datamodules.helpers import data_module, keys_of, records
+number, told = getattr(signal, sys.argv[1]), []
+data = data_module({"a": records(400)}, num_workers=2, runtime=sys.argv[2])
+rows = iter(data.train_dataloader())
+seen = keys_of(next(rows))
+signal.signal(number, lambda *_: told.append(number))  # processes that run already know nothing of it
+subprocess.run(["kill", f"-{number}", "--", f"-{os.getpgid(0)}"])  # as a stranger: one that the parent sends is obeyed
+seen += [key for row in rows for key in keys_of(row)]
+assert told == [number] and len(seen) == len(set(seen)) == 400, (told, len(seen))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who sent a signal")
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_helpers_go_on_when_the_whole_group_is_told_to_stop(name: str, runtime: str) -> None:
+    """As Ctrl-C, torchrun and SLURM tell it: the run answers after its step, and needs rows until then."""
+    process = start([sys.executable, "-c", _TOLD_TO_STOP, name, runtime])
+    outputs_of([process], 120)
 
 
 @pytest.mark.slow

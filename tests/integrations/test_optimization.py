@@ -14,6 +14,7 @@ from lightning_longctx.integrations.optimization import (
     ProgressSchedule,
     ScheduleSettings,
     build_optimizer,
+    keep_settings,
     learning_rate_factor,
     parameter_groups,
 )
@@ -75,7 +76,7 @@ def test_a_resume_goes_on_at_the_tokens_that_are_done(end: dict[str, int]) -> No
     optimizer, schedule = _schedule([100], **end)
     _rates(optimizer, schedule, 5)
     state, optimizer_state = schedule.state_dict(), optimizer.state_dict()
-    assert state == {"done": 500, "last_epoch": 5, "base_lrs": [2.0]}
+    assert state == {"done": 500, "last_epoch": 5}
     same, whole = _schedule([100], **end), _rates(optimizer, schedule, 5)
     same[0].load_state_dict(optimizer_state)
     same[1].load_state_dict(state)
@@ -102,6 +103,39 @@ def test_a_resume_with_other_ranks_still_ends_with_its_steps() -> None:
     assert halved.done == 750
 
 
+@pytest.mark.parametrize("has_schedule", [False, True])
+def test_the_settings_of_the_present_run_outlive_a_resume(has_schedule: bool) -> None:
+    told: list[str] = []
+
+    def build(**settings: Any) -> tuple[torch.optim.Optimizer, ProgressSchedule | None]:
+        named = [("weight", nn.Parameter(torch.ones(2, 2))), ("bias", nn.Parameter(torch.ones(2)))]
+        optimizer = build_optimizer(named, OptimizerSettings(implementation="loop", **settings))
+        keep_settings(optimizer, told.append)
+        shape = ScheduleSettings(kind="linear", min_lr_ratio=0.0)
+        return optimizer, ProgressSchedule(optimizer, shape, lambda: 1, horizon=10) if has_schedule else None
+
+    optimizer, schedule = build(lr=1.0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if schedule is not None:
+        schedule.step()
+    for settings, lr in (({"lr": 1.0}, 1.0), ({"lr": 0.5, "weight_decay": 0.3, "betas": (0.8, 0.9)}, 0.5)):
+        other, its_schedule = build(**settings)
+        other.load_state_dict(optimizer.state_dict())
+        if schedule is not None and its_schedule is not None:
+            its_schedule.load_state_dict(schedule.state_dict())
+        assert [group["lr"] for group in other.param_groups] == [lr * (0.9 if has_schedule else 1)] * 2
+        assert [group["weight_decay"] for group in other.param_groups] == [settings.get("weight_decay", 0.1), 0.0]
+        assert {group["betas"] for group in other.param_groups} == {settings.get("betas", (0.9, 0.95))}
+        assert other.state_dict()["state"][0]["exp_avg"].any(), "the moments are those of the checkpoint"
+    (line,) = told
+    for change in ("lr is 0.5 instead of 1.0", "betas is (0.8, 0.9) instead of (0.9, 0.95)", "weight_decay is 0.3"):
+        assert change in line
+    assert line.count("lr is") == 1
+
+
 def test_a_rate_may_be_a_tensor() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=torch.tensor(2.0))
     settings = ScheduleSettings(kind="linear", min_lr_ratio=0.0)
@@ -109,7 +143,7 @@ def test_a_rate_may_be_a_tensor() -> None:
     _rates(optimizer, schedule, 1)
     rate = optimizer.param_groups[0]["lr"]
     assert rate.item() == 1.5
-    schedule.load_state_dict({"done": 3, "last_epoch": 3, "base_lrs": [2.0]})
+    schedule.load_state_dict({"done": 3, "last_epoch": 3})
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.5
 
