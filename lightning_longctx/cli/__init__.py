@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from lightning_longctx.cli.arguments import nearest, read_arguments
+from lightning_longctx.cli.arguments import read_arguments
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.tools import TOOLS, run_tool
 from lightning_longctx.errors import FieldError
+from lightning_longctx.spelling import nearest
 
 if TYPE_CHECKING:
     from lightning_longctx.cli.app import LongContextCLI
@@ -34,6 +35,9 @@ COMMANDS = {
     "test": "compute the test loss",
     "predict": "run the model on data and keep its outputs",
 }
+
+# What other programs call a command.
+_OTHER_WORDS = {"train": "fit", "eval": "validate", "evaluate": "validate"}
 
 #: The exit code of a mistake in the configuration, as argparse has it.
 CONFIGURATION_EXIT_CODE = 2
@@ -109,7 +113,7 @@ def _run(words: list[str]) -> int:
         return run_tool(words[0], words[1:])
     if words[0] not in COMMANDS:
         known = [*COMMANDS, *TOOLS]
-        near = nearest(words[0], known)
+        near = _OTHER_WORDS.get(words[0]) or nearest(words[0], known)
         fix = f"Did you mean `{near}`?" if near else f"Commands: {', '.join(known)}."
         raise CommandLineError(f"unknown command {words[0]!r}. {fix}")
     rest = [word for word in words[1:] if word.replace("-", "_") != "__print_layout"]

@@ -23,7 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_longctx.callbacks import TrainingMetrics
-from lightning_longctx.cli.arguments import Arguments, nearest, read_arguments
+from lightning_longctx.cli.arguments import Arguments, read_arguments
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.explain import explain
 from lightning_longctx.cli.notes import ClosingNotes
@@ -31,6 +31,7 @@ from lightning_longctx.cli.refusal import hidden_refusal
 from lightning_longctx.cli.saving import KeepingSaveConfig, check_writable
 from lightning_longctx.cli.schema import Place, class_names, spell_flag
 from lightning_longctx.errors import ConfigurationError, FieldError
+from lightning_longctx.spelling import nearest
 from lightning_longctx.tools.before_start import check_checkpoint_path, check_sizes
 from lightning_longctx.tools.versions import installed_versions
 

@@ -12,7 +12,7 @@ from lightning_longctx.datamodules.json_lines import JsonLinesSource, JsonLinesS
 from lightning_longctx.datamodules.parquet import ParquetSource
 from lightning_longctx.datamodules.paths import compression_of, find_files, is_remote, suffix_of
 from lightning_longctx.datamodules.records import records_source
-from lightning_longctx.datamodules.settings import nearest
+from lightning_longctx.datamodules.settings import known_names
 from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.datamodules.sources import Source
 from lightning_longctx.datamodules.text_files import TextFilesSource
@@ -94,7 +94,7 @@ def _from_files(name: str, settings: SourceSettings, field: str) -> Source:
     paths = find_files(settings.path, field)
     if not paths:
         written = str(settings.path)
-        fix = f"Paths start in {Path.cwd()}. {nearest(written, sorted(BUILTIN_SOURCES))}"
+        fix = f"Paths start in {Path.cwd()}. {known_names(written, sorted(BUILTIN_SOURCES))}"
         raise ConfigurationError(field, "must be a built-in name, or match a file", repr(written), fix)
     suffixes = {suffix_of(path) for path in paths}
     _check_codec(paths, field)

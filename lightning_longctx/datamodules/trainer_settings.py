@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_longctx.datamodules.open_window import OpenWindow
 from lightning_longctx.datamodules.row_state import RowState
 from lightning_longctx.datamodules.sizes import check_one_accumulation
+from lightning_longctx.units import counted
 
 __all__ = ["TrainerSettings", "model_vocabulary", "warn_of_cut_epoch"]
 
@@ -93,7 +94,8 @@ def warn_of_cut_epoch(trainer: pl.Trainer | None, state: RowState) -> None:
     most, epochs = trainer.max_epochs, progress.processed
     if most is not None and 0 <= most <= epochs:
         rank_zero_warn(
-            f"Nothing will be trained: Lightning counts {epochs} whole epochs (max_epochs={most}), though `max_steps`"
-            f" or a stop ended the last one after {state.rows:,} rows. Leave `max_epochs` out or raise it to go on.",
+            f"Nothing will be trained: Lightning counts {counted(epochs, 'whole epoch')} (max_epochs={most}), though"
+            f" `max_steps` or a stop ended the last one after {counted(state.rows, 'row')}. Leave `max_epochs` out or"
+            " raise it to go on.",
             category=UserWarning,
         )

@@ -36,6 +36,7 @@ from lightning_longctx.loss import TokenLoss
 from lightning_longctx.strategies.initialization import fill_meta, meta_names
 from lightning_longctx.strategies.ulysses import check_heads, running_exchange
 from lightning_longctx.topology import topology_of
+from lightning_longctx.units import counted
 
 require_transformers()
 
@@ -162,7 +163,7 @@ class CausalLMModule(LightningModule):
             fix = (
                 f"Write `model: {{config_overrides: {{vocab_size: {vocab_size}}}}}`, or take the model's own tokenizer."
             )
-            got = f"a tokenizer with {vocab_size:,} ids"
+            got = f"a tokenizer with {counted(vocab_size, 'id')}"
             rule = f"is {self.config.vocab_size:,} and must cover every token id"
             raise ConfigurationError("model.config.vocab_size", rule, got, fix)
         heads = getattr(self.config, "num_attention_heads", None)
@@ -216,7 +217,7 @@ class CausalLMModule(LightningModule):
             self.model = None
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
-        rank_zero_info(f"{type(model).__name__}: {count:,} parameters")
+        rank_zero_info(f"{type(model).__name__}: {counted(count, 'parameter')}")
 
     def configure_shapes(self) -> None:
         """Build the model by its shapes, on the meta device, for tools that count memory. No weights are needed."""

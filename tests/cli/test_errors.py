@@ -106,6 +106,8 @@ def test_settings_without_their_class(capsys: pytest.CaptureFixture[str]) -> Non
         ("trainer.callbacks", ["TrainingMetrics", "ExactTokenMeen"], "`trainer.callbacks[1]` must name a Callback"),
         ("trainer.callbacks", "EarlyStoping", "Did you mean `EarlyStopping`?"),
         ("trainer.logger", "CSVLoger", "Did you mean `CSVLogger`?"),
+        ("trainer.callbacks", ["LossByChannel"], "Did you mean `ChannelLoss`?"),
+        ("trainer.callbacks", ["Foo"], "This package has: AsyncDCPCheckpoint, ChannelLoss, ExactTokenMean, "),
         ("model", {"class_path": "tests.cli.toys.ToyModl"}, "which cannot be imported"),
         ("data", {"class_path": "no_such_package.Data"}, "which cannot be imported"),
         ("model", {"class_path": "tests.cli.toys.Unrelated"}, "model"),
@@ -167,10 +169,10 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ("devices", "sp_size", "flags", "said"),
     [
         (3, 2, [], "but got 2 for 3 processes"),
-        (1, 2, [], "but got 2 for 1 processes"),
+        (1, 2, [], "but got 2 for 1 process"),
         (2, 2, ["--data.max_seq_len=4095"], "sequence_parallel_size = 2"),
         (8, 8, [], "but got 8 for 4 heads (4 / 8 leaves 4)"),
-        (4, 2, ["--data.global_batch_tokens=12K"], "4096 tokens x 2 data-parallel ranks = 8192"),
+        (4, 2, ["--data.global_batch_tokens=12K"], "4,096 tokens x 2 data-parallel ranks = 8,192"),
     ],
 )
 def test_sizes_that_cannot_be_divided(  # noqa: PLR0913
@@ -184,7 +186,7 @@ def test_sizes_that_cannot_be_divided(  # noqa: PLR0913
 def test_sizes_of_a_foreign_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = {"class_path": "tests.cli.toys.ToyStrategy", "init_args": {"sequence_parallel_size": 2}}
     line = refused(changed(TOYS, "trainer.strategy", strategy), capsys)
-    assert "2 for 1 devices x 1 nodes = 1 processes. Use one of [1]" in line
+    assert "2 for 1 device x 1 node = 1 process. Use one of [1]" in line
 
 
 # -- errors of constructors -------------------------------------------------------------------------------------------
@@ -229,9 +231,12 @@ def test_a_bug_of_the_user_keeps_its_traceback() -> None:
 def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fot"]) == 2
     assert capsys.readouterr().err == "longctx: error: unknown command 'fot'. Did you mean `fit`?\n"
-    assert main(["xyzzy"]) == 2
-    said = f"longctx: error: unknown command 'xyzzy'. Commands: {', '.join([*COMMANDS, *TOOLS])}.\n"
-    assert capsys.readouterr().err == said
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "longctx: error: unknown command 'train'. Did you mean `fit`?\n"
+    for word in ("xyzzy", "foo"):
+        assert main([word]) == 2
+        said = f"longctx: error: unknown command {word!r}. Commands: {', '.join([*COMMANDS, *TOOLS])}.\n"
+        assert capsys.readouterr().err == said
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

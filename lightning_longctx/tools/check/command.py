@@ -25,6 +25,7 @@ from lightning_longctx.tools.check.run import (
 from lightning_longctx.tools.check.subject import Subject
 from lightning_longctx.tools.configuration import ReadConfiguration
 from lightning_longctx.tools.output import make_folders, write_json
+from lightning_longctx.units import counted
 
 __all__ = ["CHECKS", "main", "run_checks"]
 
@@ -68,8 +69,9 @@ def run_checks(subject: Subject) -> CheckReport:
     """Make all checks; one that finds something does not keep the others from being made."""
     trainer = subject.trainer
     model, data = (_class_of(subject.settings.get(section)) for section in ("model", "data"))
-    text = f"{model}, {data}, {_class_of(trainer.get('strategy'))} on {trainer.get('devices') or 'auto'} device(s)"
-    text += f" x {subject.nodes} node(s)"
+    devices = subject.devices
+    text = f"{model}, {data}, {_class_of(trainer.get('strategy'))} on"
+    text += f" {counted(devices, 'device') if devices else 'all devices'} x {counted(subject.nodes, 'node')}"
     return CheckReport([Check("configuration", "fine", text), *(_made(name, subject) for name in CHECKS)])
 
 

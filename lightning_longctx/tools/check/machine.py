@@ -27,7 +27,7 @@ from lightning_longctx.tools.plan.reading import read_run
 from lightning_longctx.tools.plan.search import Planner, with_margin
 from lightning_longctx.tools.plan.shell import optimizers_of
 from lightning_longctx.tools.plan.stub import attach_trainer
-from lightning_longctx.units import GIB
+from lightning_longctx.units import GIB, counted
 
 __all__ = ["check_devices", "check_disk", "check_memory", "check_port", "check_versions"]
 
@@ -74,13 +74,16 @@ def check_devices(subject: Subject) -> Check:
     if not subject.wants_accelerator:
         cores = os.cpu_count() or 1
         return Check(
-            "devices", "fine", f"{asked or 1} process(es) on {cores} core(s), no accelerator", {"cores": cores}
+            "devices",
+            "fine",
+            f"{counted(asked or 1, 'process')} on {counted(cores, 'core')}, no accelerator",
+            {"cores": cores},
         )
     if asked is None or asked > have or have == 0:
         fix = "Check where training runs, or give --device-gb (and --devices) of that machine."
-        got = f"{have} on this machine"
-        raise ConfigurationError("trainer.devices", f"asks for {asked or 'all'} accelerator(s)", got, fix)
-    return Check("devices", "fine", f"{asked} of {have} accelerator(s)", {"accelerators": have})
+        rule = f"asks for {counted(asked, 'accelerator') if asked else 'all accelerators'}"
+        raise ConfigurationError("trainer.devices", rule, f"{have} on this machine", fix)
+    return Check("devices", "fine", f"{asked} of {counted(have, 'accelerator')}", {"accelerators": have})
 
 
 def check_memory(subject: Subject) -> Check:
@@ -127,7 +130,7 @@ def check_disk(subject: Subject) -> Check:
     facts = {"checkpoint_bytes": weights + optimizer, "needed_bytes": needed, "free_bytes": free}
     also = f" and {parts} of weights alone" if parts else ""
     text = (
-        f"{whole} checkpoint(s) of {human_bytes(weights + optimizer)}{also} need {human_bytes(needed)};"
+        f"{counted(whole, 'checkpoint')} of {human_bytes(weights + optimizer)}{also} need {human_bytes(needed)};"
         f" {human_bytes(free)} free for {folder}"
     )
     return Check("disk", "finding" if needed > free else "fine", text, facts)
@@ -170,4 +173,4 @@ def check_port(subject: Subject) -> Check:
     except (OSError, ValueError) as error:
         fix = "Set another MASTER_PORT, or unset it, and Lightning chooses one."
         raise ConfigurationError("MASTER_PORT", "must be a free port", f"{given}: {error}", fix) from None
-    return Check("port", "fine", f"{given or 'any'}, for {processes} process(es)")
+    return Check("port", "fine", f"{given or 'any'}, for {counted(processes, 'process')}")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_longctx.units import counted
+
 __all__ = ["Check", "CheckReport", "Skipped", "Verdict"]
 
 Verdict = Literal["fine", "finding", "skipped"]
@@ -59,5 +61,5 @@ class CheckReport:
         first, second = (max(len(row[column]) for row in rows) + 2 for column in range(2))
         lines = [f"{name:{first}}{verdict:{second}}{text}" for name, verdict, text in rows]
         skipped = sum(check.verdict == "skipped" for check in self.checks)
-        found = f"{len(self.findings)} finding(s)" if self.findings else "Nothing stands in the way"
-        return "\n".join([*lines, "", f"{found}; {skipped} of {len(self.checks)} checks skipped."])
+        found = counted(len(self.findings), "finding") if self.findings else "Nothing stands in the way"
+        return "\n".join([*lines, "", f"{found}; {skipped} of {counted(len(self.checks), 'check')} skipped."])

@@ -15,6 +15,7 @@ from lightning_longctx.tools.check.subject import Subject
 from lightning_longctx.tools.probe.command import complete_tokenizer
 from lightning_longctx.tools.probe.streams import FirstRows, read_streams
 from lightning_longctx.topology import Topology
+from lightning_longctx.units import counted
 
 __all__ = ["check_first_row", "check_model", "check_run_sizes", "check_sources", "check_start", "checkpoint_folder"]
 
@@ -28,7 +29,7 @@ def check_model(subject: Subject) -> Check:
     count = sum(parameter.numel() for parameter in model.parameters())
     kind = getattr(getattr(model, "config", None), "model_type", None)
     name = f"{type(model).__name__} ({kind})" if kind else type(model).__name__
-    return Check("model", "fine", f"{name}, {count:,} parameters", {"parameters": count})
+    return Check("model", "fine", f"{name}, {counted(count, 'parameter')}", {"parameters": count})
 
 
 def check_run_sizes(subject: Subject) -> Check:
@@ -42,10 +43,12 @@ def check_run_sizes(subject: Subject) -> Check:
     dp_size = devices * subject.nodes // sp_size
     config = getattr(model, "config", None)
     heads, positions = (getattr(config, name, None) for name in ("num_attention_heads", "max_position_embeddings"))
-    parts = [f"{dp_size} data-parallel x {sp_size} sequence-parallel processes"]
-    parts += [f"{heads} heads"] if heads else []
-    parts += [f"documents of up to {length:,} tokens"] if (length := getattr(data, "max_seq_len", None)) else []
-    parts += [f"{positions:,} positions"] if positions else []
+    parts = [f"{dp_size} data-parallel x {counted(sp_size, 'sequence-parallel process')}"]
+    parts += [counted(heads, "head")] if heads else []
+    parts += (
+        [f"documents of up to {counted(length, 'token')}"] if (length := getattr(data, "max_seq_len", None)) else []
+    )
+    parts += [counted(positions, "position")] if positions else []
     return Check("sizes", "fine", ", ".join(parts), {"data_parallel": dp_size, "sequence_parallel": sp_size})
 
 
@@ -58,16 +61,16 @@ def check_sources(subject: Subject) -> Check:
     for source in sources:
         closed = [path for path in source.paths if "://" not in path and not os.access(path, os.R_OK)]
         if closed:
-            got = f"{', '.join(closed[:_FILES_NAMED])} ({len(closed)} of {len(source.paths)} files)"
+            got = f"{', '.join(closed[:_FILES_NAMED])} ({len(closed)} of {counted(len(source.paths), 'file')})"
             raise DataError(source.field, "must be readable", got, "Change the permissions, or leave them out.")
     facts = {"sources": {source.name: len(source.paths) for source in sources}}
     return Check("sources", "fine", ", ".join(map(_size, sources)), facts)
 
 
 def _size(source: Source) -> str:
-    files = f"{len(source.paths):,} file(s)" if source.paths else ""
+    files = counted(len(source.paths), "file") if source.paths else ""
     if isinstance(source, IndexableSource) and not source.paths:  # in memory, or mapped
-        return f"{source.name}: {len(source):,} record(s)"
+        return f"{source.name}: {counted(len(source), 'record')}"
     return f"{source.name}: {files or 'a stream'}"
 
 
@@ -81,7 +84,7 @@ def check_first_row(subject: Subject) -> Check:
     (stream,) = read_streams(data, [topology], None, 1, 1, FirstRows)
     if not stream.rows:
         fix = "Give more documents; check limits on lengths and `drop_last`."
-        got = f"{stream.first_documents:,} document(s)"
+        got = counted(stream.first_documents, "document")
         raise ConfigurationError("data.sources", "must give the first rank a row", got, fix)
     row, batch = stream.rows[0], stream.kept[0]
     largest, vocabulary = int(batch["input_ids"].max()), subject.vocabulary()
@@ -97,7 +100,7 @@ def check_first_row(subject: Subject) -> Check:
     ]
     of = " of the targets it may hold" if data.packing_facts.count_mode == "effective" else ""  # a fit tells its tokens
     text = (
-        f"{stream.first_documents:,} document(s) read in {stream.first_seconds:.1f} s; the row holds"
+        f"{counted(stream.first_documents, 'document')} read in {stream.first_seconds:.1f} s; the row holds"
         f" {', '.join(f'{count:,} of {name}' for name, count in names.items())}"
         f" ({_lengths([tokens for _, _, tokens in row.documents])}), filled to {row.fill:.1%}{of}"
     )
@@ -106,8 +109,9 @@ def check_first_row(subject: Subject) -> Check:
 
 def _lengths(tokens: list[int]) -> str:
     more = len(tokens) - _DOCUMENTS_NAMED
-    shown = ", ".join(f"{count:,}" for count in tokens[:_DOCUMENTS_NAMED])
-    return f"{shown} tokens" if more <= 0 else f"{shown} tokens and {more:,} more"
+    *first, last = tokens[:_DOCUMENTS_NAMED]
+    shown = ", ".join([*(f"{count:,}" for count in first), counted(last, "token")])
+    return shown if more <= 0 else f"{shown} and {more:,} more"
 
 
 def check_start(subject: Subject) -> Check:

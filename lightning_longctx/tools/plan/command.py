@@ -17,7 +17,7 @@ from lightning_longctx.tools.plan.plot import check_plot, save_plot
 from lightning_longctx.tools.plan.reading import Run, read_run
 from lightning_longctx.tools.plan.report import PlanReport, Variant
 from lightning_longctx.tools.plan.search import Planner, all_changes, combine, last_of_each, nested
-from lightning_longctx.units import GIB
+from lightning_longctx.units import GIB, counted
 
 __all__ = ["main", "plan"]
 
@@ -116,19 +116,21 @@ def _notes(run: Run, variants: Sequence[Variant]) -> list[str]:
     if settings.heads is not None:
         sizes = possible_sp_sizes(settings.world_size, settings.heads, settings.data_parallel_replicate_size)
         notes.append(
-            f"{settings.heads} query heads on {settings.world_size} device(s): sequence_parallel_size {sizes}."
+            f"{counted(settings.heads, 'query head')} on {counted(settings.world_size, 'device')}:"
+            f" sequence_parallel_size {sizes}."
         )
     positions = getattr(getattr(run.template, "config", None), "max_position_embeddings", None)
     if positions is not None and positions < max(tokens, *(variant.longest or 0 for variant in variants)):
         notes.append(
-            f"The model has {positions:,} positions: documents longer than that need `max_position_embeddings`."
+            f"The model has {counted(positions, 'position')}: documents longer than that need"
+            " `max_position_embeddings`."
         )
     for variant in variants[:1]:
         elements, shape = variant.peaks.largest
         over = "more than" if elements > _INT32 else "within"
         notes.append(
-            f"The largest tensor, {list(shape)}, has {elements:,} elements: {over} the {_INT32:,} that kernels with"
-            " 32-bit indices can address."
+            f"The largest tensor, {list(shape)}, has {counted(elements, 'element')}: {over} the {_INT32:,} that kernels"
+            " with 32-bit indices can address."
         )
     notes += [
         f"Left out: `{name}`, which finds nothing to act on in this model."

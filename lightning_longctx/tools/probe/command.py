@@ -22,6 +22,7 @@ from lightning_longctx.tools.probe.report import ProbeReport
 from lightning_longctx.tools.probe.show import decoder_of, describe_row
 from lightning_longctx.tools.probe.streams import MeasuredRows, Stream, read_streams
 from lightning_longctx.topology import Topology
+from lightning_longctx.units import counted
 
 __all__ = ["complete_tokenizer", "main", "probe"]
 
@@ -89,7 +90,7 @@ def probe(
         measured.append(read_streams(data, topologies, seed, options.micro_batches, 0 if measured else options.show))
         _check_rows(measured[-1])
         if tell is not None:
-            tell(f"Seed {measured[-1][0].seed}: {dp_size} rank(s) read in {perf_counter() - start:.1f} s.")
+            tell(f"Seed {measured[-1][0].seed}: {counted(dp_size, 'rank')} read in {perf_counter() - start:.1f} s.")
     rows = _configured(data, topologies[0])
     settings, first = rows.settings, measured[0][0]
     policies = _compare(data, measured, rows, options.micro_batches)

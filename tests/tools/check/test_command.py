@@ -105,7 +105,7 @@ def test_the_first_row_is_that_of_the_first_rank() -> None:
     assert [document["tokens"] for document in row["documents"]] == [13, 19, 31]
     assert row["documents"][1] == {"source": "a", "number": 1, "tokens": 19}
     assert row["fill"] == 63 / 64
-    assert f"{row['read']} document(s) read" in row["text"]
+    assert f"{row['read']} documents read" in row["text"]
 
 
 def test_one_finding_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_documents_that_make_no_row() -> None:
     config = changed(data={"packing": packing, "loading": {"drop_last": True}})
     _, checks = check(config)
     assert findings(checks) == ["first row"]
-    assert "must give the first rank a row, but got 4 document(s)" in checks["first row"]["text"]
+    assert "must give the first rank a row, but got 4 documents" in checks["first row"]["text"]
 
 
 def test_token_ids_that_the_model_lacks() -> None:
@@ -242,11 +242,11 @@ def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_device_gib", lambda _: 80.0)
     _, checks = check(changed(trainer={"accelerator": "gpu"}))
     assert findings(checks) == ["devices"]
-    assert "asks for 2 accelerator(s), but got 1 on this machine" in checks["devices"]["text"]
+    assert "asks for 2 accelerators, but got 1 on this machine" in checks["devices"]["text"]
     assert checks["memory"]["verdict"] == "fine"
     strategy = {"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 1}}
     code, checks = check(changed(trainer={"accelerator": "gpu", "devices": "auto", "strategy": strategy}))
-    assert (code, checks["devices"]["text"]) == (0, "1 of 1 accelerator(s)")
+    assert (code, checks["devices"]["text"]) == (0, "1 of 1 accelerator")
 
 
 @pytest.mark.slow
