@@ -90,5 +90,5 @@ def counted(number: float, noun: str) -> str:
         ('1 document', '2,300 training documents', '2 micro-batches')
     """
     written = f"{number:,.0f}"
-    ending = "" if written == "1" else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    ending = "" if written == "1" else "es" if noun.endswith(("s", "x", "tch")) else "s"
     return f"{written} {noun}{ending}"

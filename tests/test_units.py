@@ -53,6 +53,7 @@ def test_refuses_what_is_no_number_of_tokens(written: object) -> None:
         (1, "process", "1 process"),
         (4, "process", "4 processes"),
         (2, "micro-batch", "2 micro-batches"),
+        (2, "whole epoch", "2 whole epochs"),
         (float("nan"), "expert", "nan experts"),
     ],
 )

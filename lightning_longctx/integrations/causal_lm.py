@@ -363,22 +363,9 @@ class CausalLMModule(LightningModule):
 
     def _end_of_schedule(self) -> tuple[int | None, int | None]:
         """Where a decay ends: in the unit of ``over``, or else in steps. Neither for a constant rate."""
-        settings, length = self.schedule_settings, self._step_length()
         trainer: Any = self.trainer
-        if settings.kind == "constant":
-            return None, None
-        horizon = settings.total
-        if horizon is None and settings.over == "tokens":
-            ends = [callback.token_horizon for callback in trainer.callbacks if hasattr(callback, "token_horizon")]
-            horizon = min(ends, default=None)
-        if horizon is None and trainer.max_steps <= 0:
-            fix = (
-                f"Set `schedule.total_{settings.over}` or `trainer.max_steps`, or write `schedule: {{kind: constant}}`."
-            )
-            rule = f"must be known for a {settings.kind} schedule"
-            raise ConfigurationError(f"model.schedule.total_{settings.over}", rule, "no end of the run", fix)
-        settings.check_horizon(trainer.max_steps * length if horizon is None else horizon)
-        return horizon, trainer.max_steps if horizon is None else None
+        ends = [callback.token_horizon for callback in trainer.callbacks if hasattr(callback, "token_horizon")]
+        return self.schedule_settings.end(trainer.max_steps, self._step_length(), ends)
 
 
 def _tokens_per_step(trainer: Any) -> int:

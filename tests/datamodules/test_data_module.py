@@ -167,7 +167,7 @@ def test_nobody_else_may_set_the_accumulation() -> None:
         ({"global_batch_tokens": 96}, {"dp_size": 2}, r"96 = 1 x 64 \+ 32.*Use 64 or 128"),
         ({"global_batch_tokens": 32}, {"dp_size": 2}, "Use 64 or more"),
         ({"global_batch_tokens": 96}, {"dp_size": 2, "sp_size": 4}, r"32 tokens x 2 data-parallel ranks = 64"),
-        ({}, {"sp_size": 3}, r"32 = 10 x 3 \+ 2.*Use 30\\."),
+        ({}, {"sp_size": 3}, r"32 = 10 x 3 \+ 2.*Use 30\."),
         ({"packing": PackingSettings(pad_to_multiple_of=5)}, {}, r"32 = 6 x 5 \+ 2"),
         ({"max_seq_len": 30, "packing": PackingSettings(pad_to_multiple_of=6)}, {"sp_size": 4}, "12"),
     ],

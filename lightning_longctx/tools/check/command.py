@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_longctx.errors import FieldError
+from lightning_longctx.tools.check.length import check_learning_rate, check_length
 from lightning_longctx.tools.check.machine import (
     check_devices,
     check_disk,
@@ -18,6 +19,7 @@ from lightning_longctx.tools.check.report import Check, CheckReport, Skipped
 from lightning_longctx.tools.check.run import (
     check_first_row,
     check_model,
+    check_places,
     check_run_sizes,
     check_sources,
     check_start,
@@ -36,7 +38,10 @@ CHECKS: Mapping[str, Callable[[Subject], Check]] = {
     "sizes": check_run_sizes,
     "sources": check_sources,
     "first row": check_first_row,
+    "length": check_length,
+    "learning rate": check_learning_rate,
     "start": check_start,
+    "folders": check_places,
     "devices": check_devices,
     "memory": check_memory,
     "disk": check_disk,

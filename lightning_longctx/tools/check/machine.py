@@ -18,6 +18,7 @@ from lightning_longctx.checkpoint.states import expected_optimizer_tensors
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.memory import MemorySettings
 from lightning_longctx.strategies.precision import FSDP2Precision
+from lightning_longctx.tools.check.length import length_of
 from lightning_longctx.tools.check.report import Check, Skipped
 from lightning_longctx.tools.check.run import checkpoint_folder
 from lightning_longctx.tools.check.subject import Subject
@@ -123,7 +124,7 @@ def check_disk(subject: Subject) -> Check:
     if settings is None or folder is None:
         raise Skipped("no AsyncDCPCheckpoint in `trainer.callbacks`")
     weights, optimizer = _saved_bytes(subject, bool((settings.get("options") or {}).get("trainable_only")))
-    whole, parts = _kept(settings)
+    whole, parts = _kept(settings, length_of(subject).steps)
     needed = whole * (weights + optimizer) + parts * weights
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(there).free
@@ -136,13 +137,15 @@ def check_disk(subject: Subject) -> Check:
     return Check("disk", "finding" if needed > free else "fine", text, facts)
 
 
-def _kept(settings: Any) -> tuple[int, int]:
-    """Most checkpoints at one time: whole ones, and those of weights alone."""
+def _kept(settings: Any, steps: int | None) -> tuple[int, int]:
+    """Most checkpoints at one time, whole ones and those of weights alone, in a run of so many steps."""
     options = settings.get("options") or {}
     keep_last = int(settings.get("keep_last") or 2)
     best = int(options.get("save_top_k", 1)) if settings.get("monitor") else 0
     parts = keep_last if int(settings.get("optimizer_every_n_saves") or 1) > 1 else 0
-    return keep_last + best + 1, parts  # one more: the next is written before the oldest goes
+    every = int(options.get("keep_every_n_steps") or 0)
+    ever = steps // every if every and steps else 0
+    return keep_last + best + ever + 1, parts  # one more: the next is written before the oldest goes
 
 
 def _saved_bytes(subject: Subject, trainable_only: bool) -> tuple[int, int]:
