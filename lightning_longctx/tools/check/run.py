@@ -91,14 +91,10 @@ def _first_documents(reader: DocumentReader) -> Iterator[FieldError]:
     """Read the first record of each source: one that cannot be is most often one of many, such as a wrong key."""
     for number, source in enumerate(reader.sources):
         try:
-            if isinstance(source, StreamingSource):
-                first = [next(source.open(), None)]
-            else:
-                first = []
-            error = None if first == [None] else reader.draw(number, 0, *first).error
-        except FieldError as problem:
-            error = problem
-        if error is not None:
+            first = [next(source.open(), None)] if isinstance(source, StreamingSource) else []
+            found = None if first == [None] else reader.draw(number, 0, *first).error
+            yield from [found] if found is not None else []
+        except FieldError as error:
             yield error
 
 
