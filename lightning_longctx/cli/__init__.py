@@ -11,7 +11,6 @@ import importlib
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -89,10 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # to work in both. Last, so that a folder named `datasets` does not hide a package.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-    # Lightning on torch 2.13, at every fit; nothing a user could do about it.
-    warnings.filterwarnings(
-        "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
-    )
     try:
         code = _run(words)
         sys.stdout.flush()  # here, where a disk that is full can be told

@@ -133,7 +133,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._to_restore: Mapping[str, Any] | None = None
         self._to_announce = False
         self._first_counters: dict[str, int] = {}  # after the first row of a fit
-        self._trainer_settings = TrainerSettings()
+        self._trainer_settings = TrainerSettings(validates=validation is not None)
         self.check()
 
     def check(self, sp_size: int = 1, dp_size: int = 1) -> None:

@@ -18,12 +18,20 @@ __all__ = ["TrainerSettings", "model_vocabulary", "warn_of_cut_epoch"]
 
 # Lightning asks the loader alone. Ours has no state on purpose: the data module has it.
 _NOT_RESUMABLE = ".*your dataloader is not resumable"
+# Asked before anybody tells that there is nothing to validate on, of every module without a `validation_step`.
+_NO_VALIDATION_STEP = "You passed in a `val_dataloader` but have no `validation_step`"
 
 
 class TrainerSettings:
-    """What of a Trainer depends on the data: whether a fit validates, micro-batches of a step, and its batch count."""
+    """What of a Trainer depends on the data: whether a fit validates, micro-batches of a step, and its batch count.
 
-    def __init__(self) -> None:
+    Args:
+        validates: whether there is data for validation; without, Lightning's advice about it is not true.
+    """
+
+    def __init__(self, validates: bool = True) -> None:
+        if not validates:
+            warnings.filterwarnings("ignore", message=_NO_VALIDATION_STEP)
         self._window = OpenWindow()
         # The Trainer's own values, while others stand in for them.
         self._limit_val_batches: int | float | None = None

@@ -116,6 +116,13 @@ def test_without_validation_sources_a_fit_does_not_validate_and_validate_reads_a
     assert run.limit_val_batches == 1.0
 
 
+def test_a_module_that_only_trains_is_not_told_of_a_loader_that_nobody_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Recorder, "validation_step")
+    trainer().fit(Recorder(), data_module())  # warnings are errors
+    with pytest.warns(UserWarning, match="`val_dataloader` but have no `validation_step`"):
+        trainer().fit(Recorder(), data_module(validation_sources={"v": records(3)}))
+
+
 def test_validating_a_checkpoint_does_not_move_the_training_data() -> None:
     first, data = Recorder(), data_module()
     run = trainer(max_steps=3)

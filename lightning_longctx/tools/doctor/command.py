@@ -66,7 +66,10 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="longctx-doctor-") as name:
         folder = Path(name)
-        for world_size in sorted({group.world_size for group in groups}):
+        sizes = sorted({group.world_size for group in groups})
+        worlds = ", ".join(map(str, sizes))
+        print(f"{counted(len(groups), 'random layout')}, in worlds of {worlds}: a minute or two.", file=sys.stderr)
+        for world_size in sizes:
             began = perf_counter()
             run_world(["doctor", *words, "--as-rank", name], world_size, folder, options.timeout)
             findings += [Finding(**found) for found in json.loads(_findings(folder, world_size).read_text())]

@@ -12,6 +12,7 @@ import yaml
 from lightning_longctx.cli import main
 from lightning_longctx.cli.parts import read_words
 from lightning_longctx.strategies.memory import settings_of
+from lightning_longctx.tools.plan import command
 from tests.contracts.source import ROOT
 from tests.tools.plan.helpers import TINY
 
@@ -42,7 +43,10 @@ def test_a_run_that_does_not_fit_and_its_remedy(capsys: pytest.CaptureFixture[st
     _config()
     code, found = _plan("--device-gb", "2.2", "--write", "found/fits.yaml")
     assert code == 1
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
+    assert "Simulating: as configured (1 of " in told
+    assert "Simulating: the fewest switches that make it fit." in told
+    assert text.splitlines()[-1].startswith("Next: `longctx fit --config run.yaml --config found/fits.yaml`")
     assert "It does not fit" in text
     assert "| backward " in text
     assert text.startswith(Path("runs/plan/plan.md").read_text())
@@ -117,3 +121,21 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys: pytest.CaptureFixtur
     assert "must be LongContextFSDPStrategy, but got ddp" in _refused(capsys, "--device-gb", "80")
     _config({"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 3}})
     assert "must divide the number of processes" in _refused(capsys, "--device-gb", "80")
+
+
+@pytest.mark.slow
+def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The search for a remedy, and that for the longest rows, simulate dozens of steps without another word."""
+    monkeypatch.setattr(command, "_SILENCE", 0.0)
+    _config()
+    assert main(["plan", "--config", "run.yaml", "--device-gb", "2.2"]) == 1
+    out, told = capsys.readouterr()
+    stages = told.split("Simulating: ")
+    assert stages[0].startswith("Reading the configuration")
+    assert "1 step simulated so far" in stages[1]
+    assert sum("simulated so far" in stage for stage in stages[1:]) > len(stages) // 2  # others need no new one
+    assert out.splitlines()[-1].startswith("Next: the same command with `--write fits.yaml`")
+    assert main(["plan", "--config", "run.yaml", "--device-gb", "80", "--brief"]) == 0
+    assert "Next: `longctx check --config run.yaml --device-gb 80`" in capsys.readouterr().out
+    assert main(["plan", "--config", "run.yaml", "--device-gb", "0.1", "--brief"]) == 1
+    assert "Next: a shorter row" in capsys.readouterr().out
