@@ -41,6 +41,9 @@ _OTHER_WORDS = {"train": "fit", "eval": "validate", "evaluate": "validate"}
 #: The exit code of a mistake in the configuration, as argparse has it.
 CONFIGURATION_EXIT_CODE = 2
 
+#: That of a command that was stopped by Ctrl-C, as shells have it.
+INTERRUPTED_EXIT_CODE = 130
+
 # What a disk answers that takes no more: no fault of the code, so one line says it better than a traceback.
 _NOT_WRITABLE = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 when all went well, 1 when a tool found something, 2 for a mistake in the configuration or the
-        data, or a disk that takes no more, told in one line.
+        data, or a disk that takes no more, told in one line; 130 after Ctrl-C before or after training.
 
     Example:
         >>> main(["--version"])  # doctest: +ELLIPSIS
@@ -94,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except (FieldError, CommandLineError) as error:
         _report(error)
+    except KeyboardInterrupt:  # outside of training, which Lightning ends by itself
+        if not _local_rank():
+            print("\nlongctx: stopped by Ctrl-C.", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
     except OSError as error:
         if error.errno not in _NOT_WRITABLE:
             raise

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_longctx import cli
 from lightning_longctx.cli import COMMANDS, TOOLS, main
 from lightning_longctx.cli.explain import explain
 from lightning_longctx.cli.schema import Place
@@ -237,6 +238,20 @@ def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([word]) == 2
         said = f"longctx: error: unknown command {word!r}. Commands: {', '.join([*COMMANDS, *TOOLS])}.\n"
         assert capsys.readouterr().err == said
+
+
+def test_ctrl_c_outside_of_training_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert main(["fit"]) == 130
+    assert capsys.readouterr().err == "\nlongctx: stopped by Ctrl-C.\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["fit"]) == 130
+    assert capsys.readouterr().err == "", "one voice for each machine"
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
