@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if words else CONFIGURATION_EXIT_CODE
     if words[0] == "--version":
@@ -117,6 +117,7 @@ def _run(words: list[str]) -> int:
         known = [*COMMANDS, *TOOLS]
         near = _OTHER_WORDS.get(words[0]) or nearest(words[0], known)
         fix = f"Did you mean `{near}`?" if near else f"Commands: {', '.join(known)}."
+        fix = f"The command comes first: `longctx fit {words[0]} ...`. {fix}" if words[0].startswith("-") else fix
         raise CommandLineError(f"unknown command {words[0]!r}. {fix}")
     rest = [word for word in words[1:] if word.replace("-", "_") != "__print_layout"]
     parsed = read_arguments(rest)  # a missing file is told first

@@ -186,7 +186,7 @@ class LongContextCLI(LightningCLI):
             return super().instantiate_trainer(**{**kwargs, "callbacks": callbacks})
         except FieldError:
             raise
-        except ValueError as error:  # Lightning's answer to an accelerator, device or precision that it does not know
+        except (ValueError, TypeError) as error:  # Lightning's, of an accelerator, device or precision
             raise CommandLineError(str(error)) from error
 
     @contextmanager

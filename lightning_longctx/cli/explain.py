@@ -49,7 +49,10 @@ def explain(
     """
     for error in _section_problems(tree, places, command):
         return error
-    return CommandLineError(_condense(message))
+    text = _condense(message)
+    if (forgotten := re.fullmatch(r"unrecognized arguments: (\S+\.ya?ml)", text)) is not None:
+        text += f". Did you mean `longctx {command} --config {forgotten[1]}`?"
+    return CommandLineError(text)
 
 
 def _section_problems(

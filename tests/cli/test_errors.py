@@ -128,6 +128,8 @@ def test_wrong_class(key: str, value: Any, said: str, capsys: pytest.CaptureFixt
         ("--trainer.precision=bf16-tru", "'bf16-true'"),
         ("--trainer.accelerator=cpuu", "invalid accelerator name"),
         ("--trainer.devices=0", "`Trainer(devices='0')` value is not a valid input"),
+        ("--trainer.devices=two", "`devices` selected with `CPUAccelerator` should be an int > 0"),
+        ("more.yaml", "unrecognized arguments: more.yaml. Did you mean `longctx fit --config more.yaml`?"),
         ("--data.max_seq_len=4Q", "`data.max_seq_len` must be a number of tokens, but got '4Q'. Write 4096"),
         ("--data.max_seq_len=0.5", "must be a whole positive number of tokens, but got '0.5'"),
         ("--data.tokenizer=byte", "Did you mean 'bytes'?"),
@@ -232,6 +234,8 @@ def test_a_bug_of_the_user_keeps_its_traceback() -> None:
 def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fot"]) == 2
     assert capsys.readouterr().err == "longctx: error: unknown command 'fot'. Did you mean `fit`?\n"
+    assert main(["--config", "run.yaml"]) == 2
+    assert "The command comes first: `longctx fit --config ...`. Commands: fit, " in capsys.readouterr().err
     assert main(["train"]) == 2
     assert capsys.readouterr().err == "longctx: error: unknown command 'train'. Did you mean `fit`?\n"
     for word in ("xyzzy", "foo"):

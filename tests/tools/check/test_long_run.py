@@ -196,12 +196,15 @@ def test_a_decay_that_ends_before_its_warm_up() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_odd_about_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_odd_about_the_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     one = {"devices": 1, "strategy": "LongContextFSDPStrategy", "logger": False, "log_every_n_steps": 1}
     config = changed(trainer=one)
     check(config)
     assert main(["fit", "--config", "run.yaml"]) == 0
     monkeypatch.delenv("MASTER_PORT", raising=False)  # that run set it
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        assert main(["fit", "--config", "run.yaml"]) == 0
+    assert "Nothing was left to train: the checkpoint is that of step 2, and `max_steps` is 2." in caplog.text
     _, checks = check(config)
     assert "goes on after step 2" in odd(checks)["start"]
     assert "nothing is left to train" in odd(checks)["start"]
