@@ -13,6 +13,7 @@ from lightning_longctx.cli import main
 from lightning_longctx.cli.parts import read_words
 from lightning_longctx.strategies.memory import settings_of
 from lightning_longctx.tools.plan import command
+from lightning_longctx.tools.plan.options import PlanOptions
 from tests.contracts.source import ROOT
 from tests.tools.plan.helpers import TINY
 
@@ -123,19 +124,26 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys: pytest.CaptureFixtur
     assert "must divide the number of processes" in _refused(capsys, "--device-gb", "80")
 
 
-@pytest.mark.slow
-def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The search for a remedy, and that for the longest rows, simulate dozens of steps without another word."""
+def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search simulates dozens of steps without another word: those are counted, every few seconds."""
+    told: list[str] = []
+    progress = command._Progress(told.append)
+    progress.begin("as configured (1 of 3)")
+    progress.simulated()
+    assert told == ["Simulating: as configured (1 of 3)."]
     monkeypatch.setattr(command, "_SILENCE", 0.0)
-    _config()
-    assert main(["plan", "--config", "run.yaml", "--device-gb", "2.2"]) == 1
-    out, told = capsys.readouterr()
-    stages = told.split("Simulating: ")
-    assert stages[0].startswith("Reading the configuration")
-    assert "1 step simulated so far" in stages[1]
-    assert sum("simulated so far" in stage for stage in stages[1:]) > len(stages) // 2  # others need no new one
-    assert out.splitlines()[-1].startswith("Next: the same command with `--write fits.yaml`")
-    assert main(["plan", "--config", "run.yaml", "--device-gb", "80", "--brief"]) == 0
-    assert "Next: `longctx check --config run.yaml --device-gb 80`" in capsys.readouterr().out
-    assert main(["plan", "--config", "run.yaml", "--device-gb", "0.1", "--brief"]) == 1
-    assert "Next: a shorter row" in capsys.readouterr().out
+    progress.simulated()
+    assert told[1:] == ["  ... 2 steps simulated so far"]
+
+
+@pytest.mark.parametrize(
+    ("switches", "write", "said"),
+    [
+        ([], None, "Next: `longctx check --config a.yaml --device-gb 80`"),
+        (None, None, "Next: a shorter row"),
+        (["full"], None, "with `--write fits.yaml`, then `longctx fit --config a.yaml --config fits.yaml`"),
+        (["full"], Path("b.yaml"), "Next: `longctx fit --config a.yaml --config b.yaml`"),
+    ],
+)
+def test_what_to_do_with_a_plan(switches: Any, write: Path | None, said: str) -> None:
+    assert said in command._next(["--config", "a.yaml"], PlanOptions(80.0, write=write), switches)
