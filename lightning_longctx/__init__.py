@@ -1,11 +1,13 @@
 """PyTorch Lightning plug-ins for training on 128K to 1M+ tokens per sequence.
 
-Importing the package registers ``Trainer(strategy="longctx_fsdp")``, and numbers of tokens such as 512K for YAML.
+Importing the package registers ``Trainer(strategy="longctx_fsdp")`` and numbers of tokens such as 512K for YAML, and
+hides a warning that Lightning causes itself.
 ``CausalLMModule`` is imported on first use, since it needs the optional extra ``hf``.
 """
 
 from __future__ import annotations
 
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +75,11 @@ __all__ = [
     "ulysses_attention",
     "weighted_term",
 ]
+
+# Lightning on torch 2.13, at every fit; nothing a user could do about it. Behind all filters of the user's own.
+warnings.filterwarnings(
+    "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning, append=True
+)
 
 # `max_seq_len: 512K`, under Lightning's own command line too.
 register_type(TokenCount, serializer=int, deserializer=parse_token_count)

@@ -6,7 +6,20 @@ One shape for every message makes a failed launch readable without the source. T
 
 from __future__ import annotations
 
-__all__ = ["BatchContractError", "CheckpointError", "ConfigurationError", "DataError", "DivergenceError", "FieldError"]
+from collections.abc import Sequence
+
+__all__ = [
+    "BatchContractError",
+    "CheckpointError",
+    "ConfigurationError",
+    "DataError",
+    "DivergenceError",
+    "FieldError",
+    "raise_together",
+]
+
+# So many refusals are told in full; of the others only the fields.
+_TOLD = 8
 
 
 class FieldError(ValueError):
@@ -52,3 +65,22 @@ class CheckpointError(FieldError):
 
 class DivergenceError(FieldError):
     """A run whose loss is no longer a number. ``fix`` names the documents of the step, where they are known."""
+
+
+def raise_together(errors: Sequence[FieldError]) -> None:
+    """Raise what several fields were refused for as one error, so that all can be corrected at once; none, nothing.
+
+    Args:
+        errors: of fields that do not depend on each other.
+
+    Raises:
+        FieldError: the only one, or all in one of the first one's class.
+    """
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        first, *others = errors[:_TOLD]
+        told = [str(first.got), *(f"`{error.field}` {error.rule}, but got {error.got}" for error in others)]
+        told += [f"and `{'`, `'.join(error.field for error in errors[_TOLD:])}` too"] if len(errors) > _TOLD else []
+        fixes = " ".join(dict.fromkeys(error.fix for error in errors))
+        raise type(first)(first.field, first.rule, "; ".join(told), fixes)

@@ -157,7 +157,7 @@ def _chunk_tokens(asked: int | None, vocabulary: int) -> int:
             "chunk_tokens",
             "must be at least 1 and chunk_tokens x vocabulary at most 2^31 - 1",
             f"{chunk} x {vocabulary} = {chunk * vocabulary}",
-            f"Use at most {_MAX_CHUNK_ELEMENTS // vocabulary} tokens.",
+            f"Use at most {_MAX_CHUNK_ELEMENTS // vocabulary}.",
         )
     return chunk
 

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import counted
 
 __all__ = ["HOST_TIMEOUT", "Topology", "topology_of"]
 
@@ -94,7 +95,7 @@ def topology_of(trainer: Any) -> Topology:
         raise ConfigurationError(
             "trainer",
             "must have connected its processes before its topology is asked for",
-            f"{world_size} processes without a process group",
+            f"{counted(world_size, 'process')} without a process group",
             "Ask in `setup` or later.",
         )
     known = _topologies.get(strategy)
@@ -119,7 +120,8 @@ def _data_parallel_topology(strategy: Any, world_size: int) -> Topology:
             raise ConfigurationError(
                 "trainer.strategy",
                 "must tell which ranks hold distinct tokens",
-                f"{type(strategy).__name__} with {dp_size} data-parallel replicas on {world_size} processes",
+                f"{type(strategy).__name__} with {counted(dp_size, 'data-parallel replica')} on"
+                f" {counted(world_size, 'process')}",
                 "Use LongContextFSDPStrategy or DDP.",
             )
         token_group = mesh["data_parallel"].get_group() if dp_size > 1 else None

@@ -1,4 +1,4 @@
-"""Numbers in settings: whole ones, bytes, and tokens as people write them: ``4096``, ``512K``, ``1M``, ``2e10``."""
+"""Numbers as people write them: tokens in settings (``4096``, ``512K``, ``1M``, ``2e10``), counts in messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lightning_longctx.errors import ConfigurationError
 
-__all__ = ["GIB", "MIB", "TokenCount", "TokenCountLike", "check_whole", "parse_token_count"]
+__all__ = ["GIB", "MIB", "TokenCount", "TokenCountLike", "check_whole", "counted", "parse_token_count"]
 
 if TYPE_CHECKING:
     TokenCount: TypeAlias = int
@@ -76,3 +76,19 @@ def check_whole(field: str, value: object, least: int) -> None:
         raise ConfigurationError(field, "must be a whole number", repr(value), f"Give {least} or more.")
     if value < least:
         raise ConfigurationError(field, f"must be at least {least}", value, f"Give {least} or more.")
+
+
+def counted(number: float, noun: str) -> str:
+    """A number with its noun, as every message that counts something has it.
+
+    Args:
+        number: how many; rounded to a whole number.
+        noun: one of them, with a regular plural; words may stand before it.
+
+    Example:
+        >>> counted(1, "document"), counted(2300, "training document"), counted(2, "micro-batch")
+        ('1 document', '2,300 training documents', '2 micro-batches')
+    """
+    written = f"{number:,.0f}"
+    ending = "" if written == "1" else "es" if noun.endswith(("s", "x", "tch")) else "s"
+    return f"{written} {noun}{ending}"

@@ -296,7 +296,7 @@ def test_impossible_chunks_are_refused(chunk: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match="chunk_tokens") as caught:
         causal_lm_loss(hidden, weight, make_batch(make_labels()), chunk_tokens=chunk)
     assert message in str(caught.value)
-    assert f"at most {(2**31 - 1) // VOCABULARY} tokens" in str(caught.value)
+    assert f"at most {(2**31 - 1) // VOCABULARY}." in str(caught.value)
 
 
 def test_neither_or_both_forms_are_refused() -> None:

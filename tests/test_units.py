@@ -1,11 +1,11 @@
-"""Numbers of tokens as people write them."""
+"""Numbers as people write them: tokens in settings, counts in messages."""
 
 from __future__ import annotations
 
 import pytest
 
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.units import parse_token_count
+from lightning_longctx.units import counted, parse_token_count
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,21 @@ def test_refuses_what_is_no_number_of_tokens(written: object) -> None:
         parse_token_count(written, field="data.max_seq_len")  # type: ignore[arg-type]
     assert repr(written) == caught.value.got
     assert "512K" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "written"),
+    [
+        (0, "document", "0 documents"),
+        (1, "document", "1 document"),
+        (1.3, "training document", "1 training document"),
+        (2300, "row", "2,300 rows"),
+        (1, "process", "1 process"),
+        (4, "process", "4 processes"),
+        (2, "micro-batch", "2 micro-batches"),
+        (2, "whole epoch", "2 whole epochs"),
+        (float("nan"), "expert", "nan experts"),
+    ],
+)
+def test_a_number_with_its_noun(number: float, noun: str, written: str) -> None:
+    assert counted(number, noun) == written

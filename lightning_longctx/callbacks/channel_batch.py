@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_longctx.batch import IGNORE_INDEX, PAD_SOURCE_ID
 from lightning_longctx.callbacks.source_names import SourceTable, exchanged
 from lightning_longctx.errors import BatchContractError
+from lightning_longctx.units import counted
 
 __all__ = ["POSITION_NAMES", "SOURCE_KEYS", "BatchReader", "TokenLosses", "losses_of_output"]
 
@@ -189,7 +190,7 @@ class BatchReader:
         if flat.numel() in (1, rows):
             return flat[:, None].expand(rows, width)
         fix = "Give one id for each row, document or token."
-        got = f"{list(ids.shape)} for {rows} rows of {width} tokens"
+        got = f"{list(ids.shape)} for {counted(rows, 'row')} of {counted(width, 'token')}"
         raise BatchContractError(f"batch[{key!r}]", "must have one id per row, document or token", got, fix)
 
     def _shifted(self, batch: Mapping[str, Any], slots: Tensor, shift: int, width: int) -> Tensor:

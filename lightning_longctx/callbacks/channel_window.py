@@ -19,6 +19,7 @@ from lightning_longctx.callbacks.channel_values import coverage_of
 from lightning_longctx.callbacks.source_names import SourceTable, agree_on_names
 from lightning_longctx.callbacks.step_sums import count_step_targets
 from lightning_longctx.errors import BatchContractError
+from lightning_longctx.units import counted
 
 __all__ = ["MAX_LOSS_CALLS", "ChannelWindow", "settle"]
 
@@ -197,7 +198,9 @@ def settle(
     recorded, supervised = coverage_of(parts[:: len(parts) // len(windows)])
     if problem is not None or (not problems and recorded == supervised):
         return problem
-    got = f"{supervised - recorded:,} of {supervised:,} targets without" + " (see another rank)" * bool(problems)
+    got = f"{supervised - recorded:,} of {counted(supervised, 'target')} without" + " (see another rank)" * bool(
+        problems
+    )
     fix = "Give each token, document or row an id, and name every id in `source_names`."
     return BatchContractError("batch[source_key]", "must give each target a known source", got, fix)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,10 @@ def _continue_csv(logger: CSVLogger, version: int | str, step: int) -> None:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             keys, rows = list(reader.fieldnames or []), _rows_until(list(reader), step)
-        path.unlink()  # Lightning's writer would remove it, with a warning
-    experiment = logger.experiment
+        path.unlink()  # Lightning's writer would remove it
+    with warnings.catch_warnings():  # not true here: what was logged before the checkpoint is written again below
+        warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
+        experiment = logger.experiment
     if rows:
         # The writer appends to the file that it finds, with the columns that it knows.
         experiment.metrics_keys = keys

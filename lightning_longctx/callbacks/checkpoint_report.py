@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.writer import Outcome
+from lightning_longctx.units import counted
 
 __all__ = ["STALL", "CheckpointReport", "shown"]
 
@@ -88,7 +89,9 @@ class CheckpointReport:
         elapsed = time.monotonic() - self._begin
         if self._saves:
             share = 100 * self._lost / elapsed
-            rank_zero_info(f"{self._saves} checkpoints took {self._lost:.2f} s of {elapsed:.0f} s ({share:.1f} %).")
+            rank_zero_info(
+                f"{counted(self._saves, 'checkpoint')} took {self._lost:.2f} s of {elapsed:.0f} s ({share:.1f} %)."
+            )
 
     @staticmethod
     def _log(trainer: pl.Trainer, metrics: dict[str, float]) -> None:

@@ -21,6 +21,7 @@ from lightning_longctx.checkpoint.restore import RUN_STATE
 from lightning_longctx.checkpoint.rng import reseed, restore_rng
 from lightning_longctx.errors import CheckpointError
 from lightning_longctx.topology import topology_of
+from lightning_longctx.units import counted
 
 __all__ = [
     "Resumed",
@@ -65,8 +66,8 @@ class Resumed:
         if self.data is not None:
             text += " The data goes on after the last row of that step: nothing is repeated or lost."
         if self.rng is None:
-            text += f" It was saved by {len(self.commit.ranks)} processes: weights, optimizer and data were dealt anew,"
-            text += " random numbers start from new seeds."
+            text += f" It was saved by {counted(len(self.commit.ranks), 'process')}: weights, optimizer and data were"
+            text += " dealt anew, random numbers start from new seeds."
         rank_zero_info(text)
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_longctx.callbacks.step_sums import count_source_tokens, count_step_targets
 from lightning_longctx.callbacks.step_tally import TallyMember, TokensSeen
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.units import TokenCountLike, parse_token_count
+from lightning_longctx.units import TokenCountLike, counted, parse_token_count
 
 __all__ = ["MaxTokens"]
 
@@ -111,7 +111,7 @@ class MaxTokens(Callback):
         reached = None if self._tokens.tally is None else self._tokens.tally.reached
         if reached is not None and self._to_tell:
             self._to_tell = False
-            counts = f"{reached.source_tokens:,} source and {reached.target_tokens:,} target tokens"
+            counts = f"{reached.source_tokens:,} source and {counted(reached.target_tokens, 'target token')}"
             rank_zero_info(f"MaxTokens: the run stops at step {trainer.global_step:,}, after {counts}.")
 
     def _check(self, batch: Any) -> None:

@@ -26,7 +26,7 @@ from lightning_longctx.callbacks.router_sites import find_sites
 from lightning_longctx.callbacks.run_metrics import logger_step, own_folder
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
-from lightning_longctx.units import check_whole
+from lightning_longctx.units import check_whole, counted
 
 __all__ = ["MoERouterHeatmap"]
 
@@ -223,7 +223,7 @@ class MoERouterHeatmap(Callback):
         if self.latest is None or not windows:
             return []
         worst = self.latest.metrics(full=False)["moe/max_vio"]
-        where = f"pictures of {windows} {'window' if windows == 1 else 'windows'} in {self._folder()}"
+        where = f"pictures of {counted(windows, 'window')} in {self._folder()}"
         return [f"Expert load: {where}; the busiest expert had {1 + worst:.2f} times its share in the last one."]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -337,7 +337,8 @@ class MoERouterHeatmap(Callback):
             site, value = self._counts.sites[wrong], int(largest[wrong])
             such = f"such as {value}" if value >= site.num_experts else "below -1"
             fix = "Check the router, or read the right tensor with `extract`."
-            rule, got = f"must give expert indices from 0 to {site.num_experts - 1}", f"{found[wrong].outside} others"
+            rule = f"must give expert indices from 0 to {site.num_experts - 1}"
+            got = counted(found[wrong].outside, "other")
             raise ConfigurationError(site.path, rule, f"{got}, {such}", fix)
         if any(site.unmasked for site in found):
             self._tell(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_longctx.callbacks.router_metrics import RouterLoad, violations
+from lightning_longctx.units import counted
 
 __all__ = ["RouterHistory", "StarvedExperts"]
 
@@ -92,9 +93,10 @@ class StarvedExperts:
                 found.append(f"{label} {dead}")
         if not found:
             return None
+        assert self._limit is not None
         return (
-            f"MoERouterHeatmap: no token for {self._limit} windows, until step {load.last_step}, for the experts"
-            f" {', '.join(found[:8])} ({len(found)} layers in all)."
+            f"MoERouterHeatmap: no token for {counted(self._limit, 'window')}, until step {load.last_step}, for the"
+            f" experts {', '.join(found[:8])} ({counted(len(found), 'layer')} in all)."
         )
 
     def state_dict(self) -> list[Tensor]:

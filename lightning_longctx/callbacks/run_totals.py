@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lightning_longctx.callbacks.step_sums import Field
+from lightning_longctx.units import counted
 
 __all__ = ["RunTotals", "duration"]
 
@@ -55,10 +56,10 @@ class RunTotals:
         if not steps:
             return None
         seconds = sums[Field.SECONDS] / self._devices  # the mean of the ranks' clocks
-        parts = [f"Run: {steps:,} {'step' if steps == 1 else 'steps'}"]
+        parts = [f"Run: {counted(steps, 'step')}"]
         if sums[Field.TOKENS] and seconds:
             rate = sums[Field.TOKENS] / seconds
-            parts.append(f", {sums[Field.TOKENS]:,.0f} tokens in {duration(seconds)} ({rate:,.0f} a second)")
+            parts.append(f", {counted(sums[Field.TOKENS], 'token')} in {duration(seconds)} ({rate:,.0f} a second)")
         if sums[Field.BUDGET]:
             parts.append(f", rows filled to {sums[Field.TOKENS] * self._sp_size / sums[Field.BUDGET]:.1%}")
         known = [loss for loss in self._losses if not math.isnan(loss)]

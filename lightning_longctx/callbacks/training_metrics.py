@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_longctx.callbacks.closing import closing_of
 from lightning_longctx.callbacks.flops import model_flops
 from lightning_longctx.callbacks.gradient_norm import gradient_squares
+from lightning_longctx.callbacks.progress_bar import hide_unknown_epochs, restore_epochs
 from lightning_longctx.callbacks.run_metrics import data_metrics, log_evaluated, slowest_rank_metrics
 from lightning_longctx.callbacks.run_totals import RunTotals
 from lightning_longctx.callbacks.speed import Pace, Speed, device_peak
@@ -69,9 +70,10 @@ class TrainingMetrics(Callback):
     size of attention (:func:`~lightning_longctx.callbacks.flops.model_flops`), no utilization on a device without a
     known peak, no memory on the CPU. Once, after ten steps, a line tells tokens per second and per day.
 
-    Progress bars show loss, tokens per second, fill and the median wait for data. At the end of a fit, also after
-    Ctrl-C, the first rank prints closing lines: steps, tokens, time, fill and loss up to the last logged step, then
-    what every part with a method ``closing_lines() -> list[str]`` has to say.
+    Progress bars show loss, tokens per second, fill and the median wait for data; Lightning's Rich bar shows no ``/-2``
+    where a run has no number of epochs. At the end of a fit, also after Ctrl-C, the first rank prints closing lines:
+    steps, tokens, time, fill and loss up to the last logged step, then what every part with a method
+    ``closing_lines() -> list[str]`` has to say.
 
     Args:
         device_peak_tflops: peak of a device in 10^12 operations per second, dense, at the run's precision. Default
@@ -116,6 +118,7 @@ class TrainingMetrics(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask who holds which tokens, at a point that every rank reaches."""
         self._topology = topology_of(trainer)
+        hide_unknown_epochs(trainer)
 
     def state_dict(self) -> dict[str, int]:
         """Return source and target tokens: equal on every rank and in every layout, without a collective."""
@@ -149,6 +152,7 @@ class TrainingMetrics(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Say what the fit did, after everything else is over."""
+        restore_epochs(trainer)
         closing_of(trainer).tell(trainer, self)
 
     def closing_lines(self) -> list[str]:

@@ -26,6 +26,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lightning_longctx.checkpoint.address import Folder, range_reader
 from lightning_longctx.checkpoint.layout import METADATA, PACKED_INDEX
 from lightning_longctx.errors import CheckpointError
+from lightning_longctx.units import counted
 
 __all__ = ["SavedTensor", "TensorDirectory"]
 
@@ -154,7 +155,7 @@ class TensorDirectory(Mapping[str, SavedTensor]):
 
     def _require(self, key: str) -> SavedTensor:
         if key not in self:
-            got = f"{len(self)} others, such as {next(iter(self), None)!r}"
+            got = f"{counted(len(self), 'other')}, such as {next(iter(self), None)!r}"
             fix = "Load it into the model that it was saved from, or rename what differs."
             raise CheckpointError(key, f"must be in {self.folder}", got, fix)
         return self[key]

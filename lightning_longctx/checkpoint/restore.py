@@ -103,6 +103,17 @@ class OpenCheckpoint:
         state |= {key: saved[key] for key in other if key in saved}
         module.load_state_dict(state, strict=False)  # for hooks of the module; the tensors are in place
 
+    def check_weights(self, module: Module) -> None:
+        """Make sure that the weights fit a module, by names and sizes; it may be one without values.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+        if WEIGHTS in self.commit.slots:
+            tensors, _ = split_tensors(module.state_dict())
+            targets = {plain_name(key): tensor for key, tensor in tensors.items()}
+            self._fitting(self.weights(), targets, self._frozen(module), strict=True)
+
     def full_weights(self, module: Module | None = None, strict: bool = True) -> dict[str, Any]:
         """All weights on the host, as ``module.load_state_dict`` takes them.
 

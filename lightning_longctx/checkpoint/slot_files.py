@@ -29,6 +29,7 @@ from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import METADATA, PACKED_INDEX
 from lightning_longctx.checkpoint.staging import Piece, StagedTensors
 from lightning_longctx.errors import CheckpointError
+from lightning_longctx.units import counted
 
 __all__ = ["SlotIndex", "write_rank_file"]
 
@@ -135,7 +136,7 @@ def _check_complete(pieces: Iterable[Piece]) -> None:
     for key, whole in size.items():
         if count[key] != prod(whole):
             fix = "A rank wrote less than its part; every rank must have the same names and layout."
-            raise CheckpointError(key, "must be written whole", f"{count[key]} of {prod(whole)} values", fix)
+            raise CheckpointError(key, "must be written whole", f"{count[key]} of {counted(prod(whole), 'value')}", fix)
 
 
 def _tuples(piece: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,15 +11,15 @@ import importlib
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from lightning_longctx.cli.arguments import nearest, read_arguments
+from lightning_longctx.cli.arguments import read_arguments
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.tools import TOOLS, run_tool
 from lightning_longctx.errors import FieldError
+from lightning_longctx.spelling import nearest
 
 if TYPE_CHECKING:
     from lightning_longctx.cli.app import LongContextCLI
@@ -35,8 +35,14 @@ COMMANDS = {
     "predict": "run the model on data and keep its outputs",
 }
 
+# What other programs call a command.
+_OTHER_WORDS = {"train": "fit", "eval": "validate", "evaluate": "validate"}
+
 #: The exit code of a mistake in the configuration, as argparse has it.
 CONFIGURATION_EXIT_CODE = 2
+
+#: That of a command that was stopped by Ctrl-C, as shells have it.
+INTERRUPTED_EXIT_CODE = 130
 
 # What a disk answers that takes no more: no fault of the code, so one line says it better than a traceback.
 _NOT_WRITABLE = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
@@ -67,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 when all went well, 1 when a tool found something, 2 for a mistake in the configuration or the
-        data, or a disk that takes no more, told in one line.
+        data, or a disk that takes no more, told in one line; 130 after Ctrl-C before or after training.
 
     Example:
         >>> main(["--version"])  # doctest: +ELLIPSIS
@@ -75,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if words else CONFIGURATION_EXIT_CODE
     if words[0] == "--version":
@@ -85,16 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # to work in both. Last, so that a folder named `datasets` does not hide a package.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
-    # Lightning on torch 2.13, at every fit; nothing a user could do about it.
-    warnings.filterwarnings(
-        "ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated", category=FutureWarning
-    )
     try:
         code = _run(words)
         sys.stdout.flush()  # here, where a disk that is full can be told
         return code
     except (FieldError, CommandLineError) as error:
         _report(error)
+    except KeyboardInterrupt:  # outside of training, which Lightning ends by itself
+        if not _local_rank():
+            print("\nlongctx: stopped by Ctrl-C.", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
     except OSError as error:
         if error.errno not in _NOT_WRITABLE:
             raise
@@ -109,8 +115,9 @@ def _run(words: list[str]) -> int:
         return run_tool(words[0], words[1:])
     if words[0] not in COMMANDS:
         known = [*COMMANDS, *TOOLS]
-        near = nearest(words[0], known)
+        near = _OTHER_WORDS.get(words[0]) or nearest(words[0], known)
         fix = f"Did you mean `{near}`?" if near else f"Commands: {', '.join(known)}."
+        fix = f"The command comes first: `longctx fit {words[0]} ...`. {fix}" if words[0].startswith("-") else fix
         raise CommandLineError(f"unknown command {words[0]!r}. {fix}")
     rest = [word for word in words[1:] if word.replace("-", "_") != "__print_layout"]
     parsed = read_arguments(rest)  # a missing file is told first

@@ -23,15 +23,16 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_longctx.callbacks import TrainingMetrics
-from lightning_longctx.cli.arguments import Arguments, nearest, read_arguments
+from lightning_longctx.cli.arguments import Arguments, read_arguments
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.explain import explain
 from lightning_longctx.cli.notes import ClosingNotes
 from lightning_longctx.cli.refusal import hidden_refusal
-from lightning_longctx.cli.saving import KeepingSaveConfig, check_writable
+from lightning_longctx.cli.saving import KeepingSaveConfig
 from lightning_longctx.cli.schema import Place, class_names, spell_flag
 from lightning_longctx.errors import ConfigurationError, FieldError
-from lightning_longctx.tools.before_start import check_checkpoint_path, check_sizes
+from lightning_longctx.spelling import nearest
+from lightning_longctx.tools.before_start import check_checkpoint_path, check_folders, check_sizes
 from lightning_longctx.tools.versions import installed_versions
 
 __all__ = ["LongContextCLI", "Trainer"]
@@ -162,7 +163,7 @@ class LongContextCLI(LightningCLI):
             super().instantiate_classes()
         trainer = self.trainer
         if self._runs:
-            check_writable(trainer)
+            check_folders(_folders(trainer))
         check_sizes(trainer.strategy, self.datamodule, self.model, trainer.num_devices, trainer.num_nodes)
 
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
@@ -185,7 +186,7 @@ class LongContextCLI(LightningCLI):
             return super().instantiate_trainer(**{**kwargs, "callbacks": callbacks})
         except FieldError:
             raise
-        except ValueError as error:  # Lightning's answer to an accelerator, device or precision that it does not know
+        except (ValueError, TypeError) as error:  # Lightning's, of an accelerator, device or precision
             raise CommandLineError(str(error)) from error
 
     @contextmanager
@@ -259,6 +260,16 @@ def _check_strategy_name(name: object) -> None:
     near = nearest(name, [*class_names(Place(Strategy)), *registered])
     fix = f"Did you mean `{near}`?" if near else f"Registered names: {', '.join(registered)}."
     raise ConfigurationError("trainer.strategy", "must be a strategy class or a registered name", repr(name), fix)
+
+
+def _folders(trainer: LightningTrainer) -> list[tuple[str, Any]]:
+    """Where the loggers (some in a folder of their own inside that which they are given) and checkpoints write."""
+    logs = [("trainer.logger", getattr(logger, "root_dir", logger.save_dir)) for logger in trainer.loggers]
+    saves = [
+        (f"callbacks.{type(one).__name__}.dirpath", getattr(one, "dirpath", None))
+        for one in trainer.checkpoint_callbacks
+    ]
+    return [*(logs or [("trainer.default_root_dir", trainer.default_root_dir)]), *saves]
 
 
 def _original(error: Exception) -> Exception:

@@ -6,20 +6,16 @@ a missing or broken file at once, to know whose classes are configured, and to f
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.spelling import nearest
 
-__all__ = ["Arguments", "nearest", "read_arguments"]
-
-# Below this similarity (difflib's ratio) a suggestion would only confuse.
-# "sp_size" and "sequence_parallel_size" have 0.48.
-_LEAST_SIMILARITY = 0.4
+__all__ = ["Arguments", "read_arguments"]
 
 
 class _Flag(NamedTuple):
@@ -42,13 +38,6 @@ class Arguments(NamedTuple):
     tree: dict[str, Any]
     direct: frozenset[str]
     files: tuple[str, ...] = ()
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the name of ``known`` that is most like ``name``, or None if none is like it."""
-    by_lower = {item.lower(): item for item in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=_LEAST_SIMILARITY)
-    return by_lower[found[0]] if found else None
 
 
 def read_arguments(words: list[str]) -> Arguments:

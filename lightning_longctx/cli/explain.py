@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_longctx.cli.arguments import nearest
+import lightning_longctx
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.schema import (
     SPEC_KEYS,
@@ -19,6 +19,7 @@ from lightning_longctx.cli.schema import (
     settings_at,
 )
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.spelling import nearest
 
 __all__ = ["explain"]
 
@@ -48,7 +49,10 @@ def explain(
     """
     for error in _section_problems(tree, places, command):
         return error
-    return CommandLineError(_condense(message))
+    text = _condense(message)
+    if (forgotten := re.fullmatch(r"unrecognized arguments: (\S+\.ya?ml)", text)) is not None:
+        text += f". Did you mean `longctx {command} --config {forgotten[1]}`?"
+    return CommandLineError(text)
 
 
 def _section_problems(
@@ -108,8 +112,11 @@ def _name_problems(place: Place, name: str, path: str) -> Iterator[Configuration
         fix = "Check the spelling, and that its package is installed or in this folder."
         yield ConfigurationError(path, rule, f"{name!r}, which cannot be imported", fix)
         return
-    near = nearest(name, class_names(place))
+    known = class_names(place)
+    near = nearest(name, known)
     fix = f"Did you mean `{near}`?" if near else "Give the import path of the class, such as `my_package.MyClass`."
+    ours = [plug_in for plug_in in lightning_longctx.__all__ if plug_in in known]
+    fix += f" This package has: {', '.join(ours)}." if ours and not near else ""
     yield ConfigurationError(path, rule, repr(name), fix)
 
 

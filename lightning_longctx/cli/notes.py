@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_longctx.tools.doctor.options import FOLDER
 from lightning_longctx.tools.doctor.report import REPORT, model_name, parity_line
@@ -20,12 +21,23 @@ class ClosingNotes(Callback):
         self._folder: Path | None = None
         self._model = ""
         self._processes = 1
+        self._started = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Learn the folder, at a point that every rank reaches: Lightning sends it around."""
         folder = trainer.log_dir if trainer.loggers else None
         self._folder = None if folder is None else Path(folder)
         self._model, self._processes = model_name(pl_module), trainer.world_size
+        self._started = True
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Say why a fit did nothing: the checkpoint that it went on from was the end."""
+        started, self._started = self._started, False
+        if stage == "fit" and not started and 0 < trainer.max_steps <= trainer.global_step:
+            rank_zero_info(
+                f"Nothing was left to train: the checkpoint is that of step {trainer.global_step:,}, and `max_steps` is"
+                f" {trainer.max_steps:,}. Raise `trainer.max_steps`, or set `ckpt_path: null` to start anew."
+            )
 
     def closing_lines(self) -> list[str]:
         """The parity that was measured for this model, or how to measure it; and the files of the run."""

@@ -1,8 +1,7 @@
-"""Where a run writes beside its checkpoints: that it can, and that it takes no file of the user's for its own."""
+"""Where a run writes beside its checkpoints: that it takes no file of the user's for its own."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.versions import installed_versions
 
-__all__ = ["KeepingSaveConfig", "check_writable"]
+__all__ = ["KeepingSaveConfig"]
 
 
 class KeepingSaveConfig(SaveConfigCallback):
@@ -49,20 +47,3 @@ class KeepingSaveConfig(SaveConfigCallback):
         read = any(name.is_file() and name.samefile(path) for name in self._given)
         first_line = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
         return (read and not own_folder) or not first_line.startswith(f"# {next(iter(installed_versions()))}==")
-
-
-def check_writable(trainer: Trainer) -> None:
-    """Check that the folders of the loggers, or of the run without one, can be made and written to.
-
-    Raises:
-        ConfigurationError: one cannot, which would end the run after the model was built.
-    """
-    folders = [("trainer.logger", logger.save_dir) for logger in trainer.loggers]
-    for field, folder in folders or [("trainer.default_root_dir", trainer.default_root_dir)]:
-        if folder is None or "://" in str(folder):
-            continue
-        place = Path(folder).absolute()
-        there = next(parent for parent in (place, *place.parents) if parent.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            fix = "Start in another folder, or set `trainer.logger.save_dir` or `trainer.default_root_dir`."
-            raise ConfigurationError(field, "must be in a folder that can be written to", str(there), fix)

@@ -20,6 +20,7 @@ from lightning_longctx.batch import IGNORE_INDEX
 from lightning_longctx.datamodules.bad_record import BadRecord, checked_text
 from lightning_longctx.datamodules.source_settings import TrainOn
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import counted
 
 __all__ = ["ChatTemplate"]
 
@@ -131,7 +132,7 @@ class _Writer:
             got, fix = f"{error.message} in line {error.lineno}", "Repair the tokenizer's `chat_template`."
             raise ConfigurationError("data.tokenizer", "must have a chat template that can be read", got, fix) from None
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            got = f"{type(error).__name__} ({error}) after {len(messages)} messages of"
+            got = f"{type(error).__name__} ({error}) after {counted(len(messages), 'message')} of"
             fix = "Repair the conversation; `train_on: all` does not need to write it in part."
             raise BadRecord("must be a conversation that the chat template takes", got, fix) from None
 

@@ -14,7 +14,7 @@ from lightning_longctx.datamodules.policies import (
 )
 from lightning_longctx.datamodules.pool import Candidate, DocumentPool
 from lightning_longctx.datamodules.selection import Budget
-from lightning_longctx.datamodules.settings import nearest
+from lightning_longctx.datamodules.settings import known_names
 from lightning_longctx.errors import ConfigurationError
 
 __all__ = ["POLICIES", "likely_next", "plan_row", "resolve_policy"]
@@ -36,7 +36,7 @@ def resolve_policy(policy: str | BufferPolicy, facts: PackingFacts) -> BufferPol
     if isinstance(policy, BufferPolicy):
         return deepcopy(policy).resolve(facts)
     if not isinstance(policy, str) or policy not in POLICIES:
-        fix = f"{nearest(str(policy), sorted(POLICIES))} Or give a BufferPolicy."
+        fix = f"{known_names(str(policy), sorted(POLICIES))} Or give a BufferPolicy."
         raise ConfigurationError("data.buffer_policy", "must be a known policy", repr(policy), fix)
     return POLICIES[policy]().resolve(facts)
 

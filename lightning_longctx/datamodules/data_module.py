@@ -17,6 +17,7 @@ from lightning_longctx.datamodules import messages
 from lightning_longctx.datamodules.assembly import EVALUATION_DOCUMENTS, RowAssembly
 from lightning_longctx.datamodules.choosing import resolve_policy
 from lightning_longctx.datamodules.counting import mix_over_ranks, sum_over_ranks
+from lightning_longctx.datamodules.documents import DocumentReader
 from lightning_longctx.datamodules.files import open_sources
 from lightning_longctx.datamodules.formats import check_tokenizer
 from lightning_longctx.datamodules.ledger import ConsumptionLedger
@@ -104,8 +105,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         loading = as_settings(LoadingSettings, loading, "data.loading")
         self._from_model = isinstance(tokenizer, str) and tokenizer == FROM_MODEL
         tokenize, self.vocab_size = resolve_tokenizer(tokenizer)
-        opened = open_sources(sources, "data.sources")
-        validation = None if validation_sources is None else open_sources(validation_sources, "data.validation_sources")
+        own = {} if validation_sources is None else {"data.validation_sources": validation_sources}
+        opened, *rest = open_sources({"data.sources": sources, **own})
+        validation = rest[0] if rest else None
         every = [*opened, *(validation or [])]
         if all(source.is_pretokenized for source in every):
             self.vocab_size = None  # that of a tokenizer that is never asked says nothing about the ids
@@ -131,7 +133,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         self._to_restore: Mapping[str, Any] | None = None
         self._to_announce = False
         self._first_counters: dict[str, int] = {}  # after the first row of a fit
-        self._trainer_settings = TrainerSettings()
+        self._trainer_settings = TrainerSettings(validates=validation is not None)
         self.check()
 
     def check(self, sp_size: int = 1, dp_size: int = 1) -> None:
@@ -217,6 +219,11 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             if self.trainer is not None:
                 self._trainer_settings.rewind(self.trainer, saved.get("open_rows", 0))
         return self._ledger
+
+    def readers(self, vocab_size: int | None = None) -> list[DocumentReader]:
+        """What makes documents of records: for training, and for validation if that has sources of its own."""
+        evaluation = [] if self._assembly.validation is None else [self._assembly.evaluation(1, vocab_size)]
+        return [settings.reader for settings in (self._assembly.training(1, vocab_size, 1), *evaluation)]
 
     def train_dataloader(self) -> TrainingLoader:
         """Rows for training. Without a Trainer too: each row then counts as used when it is given."""

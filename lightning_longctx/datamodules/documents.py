@@ -21,6 +21,7 @@ from lightning_longctx.datamodules.settings import LongDocument, OnBadRecord
 from lightning_longctx.datamodules.sources import IndexableSource, Source, StreamingSource
 from lightning_longctx.datamodules.tokenizers import Tokenize
 from lightning_longctx.errors import DataError
+from lightning_longctx.units import counted
 
 __all__ = ["Document", "DocumentReader", "Draw", "Pieces", "Tokens"]
 
@@ -99,7 +100,7 @@ class Pieces:
             whole: tokens that the record had before: with another number they are other tokens.
         """
         if self.error is None and self.tokens != whole:
-            return f"{self.tokens} tokens instead of {whole}"
+            return f"{counted(self.tokens, 'token')} instead of {whole}"
         for piece in self.documents:
             if piece.start <= start and stop <= piece.start + len(piece):
                 return piece.part(start - piece.start, stop - piece.start)
@@ -209,7 +210,7 @@ class DocumentReader:
         aligned = _as_tokens(labels, lowest=IGNORE_INDEX)
         self._as_ids(aligned[aligned != IGNORE_INDEX], "the labels of")
         if len(aligned) != len(ids):
-            got = f"{len(aligned)} labels for {len(ids)} tokens in"
+            got = f"{counted(len(aligned), 'label')} for {counted(len(ids), 'token')} in"
             raise BadRecord("must have one label for each token (aligned, not shifted)", got, "Mask with -100.")
         return ids, aligned
 
@@ -245,7 +246,7 @@ class DocumentReader:
             return
         if self.long_document == "error":
             fix = "Raise `max_seq_len`, or set `packing.long_document` to split, truncate or drop."
-            raise BadRecord(_TOO_LONG, f"{length} tokens in", fix)
+            raise BadRecord(_TOO_LONG, f"{counted(length, 'token')} in", fix)
         if self.long_document == "truncate":
             counts["documents_truncated"] += 1
             counts["tokens_truncated"] += length - self.window

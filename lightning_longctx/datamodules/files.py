@@ -12,11 +12,11 @@ from lightning_longctx.datamodules.json_lines import JsonLinesSource, JsonLinesS
 from lightning_longctx.datamodules.parquet import ParquetSource
 from lightning_longctx.datamodules.paths import compression_of, find_files, is_remote, suffix_of
 from lightning_longctx.datamodules.records import records_source
-from lightning_longctx.datamodules.settings import nearest
+from lightning_longctx.datamodules.settings import known_names
 from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.datamodules.sources import Source
 from lightning_longctx.datamodules.text_files import TextFilesSource
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.errors import ConfigurationError, FieldError, raise_together
 
 __all__ = ["open_source", "open_sources"]
 
@@ -28,20 +28,32 @@ _NOT_TEXT |= {".tar", ".tgz", ".tsv", ".xz", ".zip", ".zst"}
 _CHECK = "Check the path, or leave the source out."
 
 
-def open_sources(sources: Mapping[str, Any], field: str) -> list[Source]:
-    """Open all sources of a mapping by name, in its order.
+def open_sources(groups: Mapping[str, Mapping[str, Any]]) -> list[list[Source]]:
+    """Open all sources by name, in their order. All that cannot be opened are told in one error.
 
     Args:
-        sources: what the user wrote.
-        field: the setting they stand in, for errors: ``data.sources`` or ``data.validation_sources``.
+        groups: what the user wrote, by the setting it stands in: ``data.sources``, ``data.validation_sources``.
+
+    Returns:
+        The sources of each group.
 
     Raises:
-        ConfigurationError: no source at all, or one that cannot be opened.
+        ConfigurationError: a group without a source, or sources that cannot be opened.
     """
-    if not isinstance(sources, Mapping) or not sources:
-        fix = "Give at least one, such as {code: python-stdlib}."
-        raise ConfigurationError(field, "must be a mapping of sources by name", repr(sources), fix)
-    return [open_source(str(name), value, field) for name, value in sources.items()]
+    opened: list[list[Source]] = []
+    refused: list[FieldError] = []
+    for field, sources in groups.items():
+        opened.append([])
+        if not isinstance(sources, Mapping) or not sources:
+            fix = "Give at least one, such as {code: python-stdlib}."
+            raise ConfigurationError(field, "must be a mapping of sources by name", repr(sources), fix)
+        for name, value in sources.items():
+            try:
+                opened[-1].append(open_source(str(name), value, field))
+            except FieldError as error:
+                refused.append(error)
+    raise_together(refused)
+    return opened
 
 
 def open_source(name: str, value: Any, group: str = "data.sources") -> Source:
@@ -94,7 +106,7 @@ def _from_files(name: str, settings: SourceSettings, field: str) -> Source:
     paths = find_files(settings.path, field)
     if not paths:
         written = str(settings.path)
-        fix = f"Paths start in {Path.cwd()}. {nearest(written, sorted(BUILTIN_SOURCES))}"
+        fix = f"Paths start in {Path.cwd()}. {known_names(written, sorted(BUILTIN_SOURCES))}"
         raise ConfigurationError(field, "must be a built-in name, or match a file", repr(written), fix)
     suffixes = {suffix_of(path) for path in paths}
     _check_codec(paths, field)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_longctx.datamodules.policies import LONG_CONTEXT, BufferPolicy, FixedBufferPolicy
+from lightning_longctx.units import counted
 
 __all__ = [
     "closing_lines",
@@ -20,16 +21,20 @@ __all__ = [
 def start_line(max_tokens_per_batch: int, dp_size: int, policy: BufferPolicy, counters: Mapping[str, int]) -> str:
     """What a row holds and waits for, and how many documents that is, as far as any were read (after a resume)."""
     read, tokens = counters["documents_read"], counters["tokens_read"]
-    expected = f"; about {max_tokens_per_batch * read / tokens:,.0f} documents each, as those so far" if tokens else ""
-    return f"Rows: {max_tokens_per_batch:,} tokens x {dp_size} data-parallel ranks; {policy.describe()}{expected}."
+    expected = (
+        f"; about {counted(max_tokens_per_batch * read / tokens, 'document')} each, as those so far" if tokens else ""
+    )
+    rows = f"{counted(max_tokens_per_batch, 'token')} x {counted(dp_size, 'data-parallel rank')}"
+    return f"Rows: {rows}; {policy.describe()}{expected}."
 
 
 def step_line(max_tokens_per_batch: int, dp_size: int, sp_size: int, accumulate: int) -> str:
     """What an optimizer step holds, and over which devices it is spread. Speed is told once it was measured."""
     tokens = max_tokens_per_batch * accumulate * dp_size
     return (
-        f"Step: {max_tokens_per_batch:,} tokens x {accumulate} micro-batches x {dp_size} data-parallel ranks ="
-        f" {tokens:,} tokens, on {dp_size} data-parallel x {sp_size} sequence-parallel = {dp_size * sp_size} devices."
+        f"Step: {counted(max_tokens_per_batch, 'token')} x {counted(accumulate, 'micro-batch')} x"
+        f" {counted(dp_size, 'data-parallel rank')} = {counted(tokens, 'token')}, on {dp_size} data-parallel x"
+        f" {sp_size} sequence-parallel = {counted(dp_size * sp_size, 'device')}."
     )
 
 
@@ -38,7 +43,7 @@ def cold_start_warning(max_seq_len: int, policy: BufferPolicy) -> str | None:
     if not isinstance(policy, FixedBufferPolicy) or max_seq_len < LONG_CONTEXT:
         return None
     return (
-        f"`data.buffer_policy: fixed` reads at least {policy.size} documents before the first row, on every"
+        f"`data.buffer_policy: fixed` reads at least {counted(policy.size, 'document')} before the first row, on every"
         f" rank, whatever {max_seq_len:,} tokens need. `buffer_policy: adaptive` starts after the fewest documents that"
         " fill the window."
     )
@@ -48,9 +53,9 @@ def first_row_line(counters: Mapping[str, int], max_tokens_per_batch: int) -> st
     """What was read for the first row of this process, which tells whether the policy suits the data."""
     read, rows = counters["documents_read"], counters["rows"]
     fill = counters["tokens_packed"] / (rows * max_tokens_per_batch) if rows else 0.0
-    mean = counters["tokens_read"] / read if read else 0.0
-    since = "" if rows == 1 else f" for {rows:,} rows since the data began"
-    return f"First row: {read:,} documents read{since} ({mean:,.0f} tokens on average), filled to {fill:.1%}."
+    since = "" if rows == 1 else f" for {counted(rows, 'row')} since the data began"
+    length = counted(counters["tokens_read"] / read if read else 0, "token")
+    return f"First row: {counted(read, 'document')} read{since} ({length} on average), filled to {fill:.1%}."
 
 
 def closing_lines(counters: Mapping[str, int], max_tokens_per_batch: int, policy: BufferPolicy) -> list[str]:
@@ -64,7 +69,7 @@ def closing_lines(counters: Mapping[str, int], max_tokens_per_batch: int, policy
     if counters.get("rows") != 1:
         return []
     read, gate = counters["documents_read"], FixedBufferPolicy().size
-    line = f"First row: {read:,} {'document' if read == 1 else 'documents'} read, filled to"
+    line = f"First row: {counted(read, 'document')} read, filled to"
     line += f" {counters['tokens_packed'] / max_tokens_per_batch:.1%}"
     if isinstance(policy, FixedBufferPolicy) or read >= gate:  # beyond its gate the tokens of a row decide there too
         return [f"{line}."]
@@ -81,4 +86,4 @@ def summarize(counters: Mapping[str, int]) -> str:
 
 def stand_in_line(documents: int) -> str:
     """What validation reads where nothing was given for it."""
-    return f"`data.validation_sources` is not set: the loss is that of {documents} training documents."
+    return f"`data.validation_sources` is not set: the loss is that of {counted(documents, 'training document')}."

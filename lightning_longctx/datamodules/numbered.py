@@ -17,6 +17,7 @@ import numpy as np
 from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.datamodules.sources import SequenceSource
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import counted
 
 __all__ = ["NumberedSource", "numbered_source"]
 
@@ -98,7 +99,7 @@ def _of_litdata(records: Any, field: str) -> _Records:
 
 def _of_streaming(records: Any, field: str) -> _Records:
     if records.epoch_size != records.size:
-        got = f"an epoch of {records.epoch_size} samples out of {records.size}"
+        got = f"an epoch of {counted(records.epoch_size, 'sample')} out of {records.size}"
         fix = "Leave `epoch_size` and the streams' proportions out, and give each stream as a source with a `weight`."
         raise ConfigurationError(field, "must give each of its samples once", got, fix)
     return _Records(records.__getitem__, records.size, [int(count) for count in records.samples_per_shard])

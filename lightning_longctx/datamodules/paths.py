@@ -60,17 +60,20 @@ def find_files(patterns: str | Sequence[str], field: str) -> list[str]:
     written = [patterns] if isinstance(patterns, str) else list(patterns)
     found: dict[str, None] = {}
     named: set[str] = set()
+    missing: list[str] = []
     for pattern in written:
         pattern = pattern.removeprefix("file://")
         files = _remote_files(pattern, field) if is_remote(pattern) else _local_files(pattern)
         if not files and (len(written) > 1 or is_remote(pattern)):
-            raise ConfigurationError(field, "must match at least one file", repr(pattern), "Check the path.")
+            missing.append(repr(pattern))
         if not _MAGIC & set(pattern):
             if named.intersection(files):
                 fix = "It would be read once: raise the source's `weight` to see it more often, or leave one out."
                 raise ConfigurationError(field, "must name a file once", f"{pattern!r} twice", fix)
             named.update(files)
         found.update(dict.fromkeys(files))
+    if missing:
+        raise ConfigurationError(field, "must match at least one file", ", ".join(missing), "Check the path.")
     return list(found)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_longctx.datamodules.selection import Budget, PoolView, ordered_greedy
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import counted
 
 __all__ = [
     "LONG_CONTEXT",
@@ -125,7 +126,7 @@ class FixedBufferPolicy(BufferPolicy):
 
     def describe(self) -> str:
         """The gate."""
-        return f"fixed: at least {self.size} documents and the tokens of a row"
+        return f"fixed: at least {counted(self.size, 'document')} and the tokens of a row"
 
 
 class DocumentCountPolicy(BufferPolicy):
@@ -148,7 +149,7 @@ class DocumentCountPolicy(BufferPolicy):
 
     def describe(self) -> str:
         """The number."""
-        return f"no token budget: {self.count} documents in each row"
+        return f"no token budget: {counted(self.count, 'document')} in each row"
 
 
 class ContextAwareBufferPolicy(BufferPolicy):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.spelling import nearest
 from lightning_longctx.units import TokenCount, parse_token_count
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "WarmupSettings",
     "as_settings",
     "check_weights",
-    "nearest",
+    "known_names",
 ]
 
 #: Most documents of a row: rows of many tiny documents stall variable-length attention kernels.
@@ -43,10 +43,10 @@ OnUnevenEnd = Literal["stop", "pad"]
 Runtime = Literal["main", "worker"]
 
 
-def nearest(name: str, known: list[str]) -> str:
+def known_names(name: str, known: list[str]) -> str:
     """A sentence that lists ``known`` and, where one is close, names it first."""
-    close = get_close_matches(name, known, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
+    close = nearest(name, known)
+    hint = f"Did you mean {close!r}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."
 
 
@@ -64,14 +64,14 @@ def as_settings(kind: type[Settings], value: Settings | Mapping[str, Any], field
     known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     for key in value:
         if key not in known:
-            raise ConfigurationError(field, "must have known keys only", repr(key), nearest(str(key), known))
+            raise ConfigurationError(field, "must have known keys only", repr(key), known_names(str(key), known))
     return kind(**value)
 
 
 def _check_choice(field: str, value: str, choices: object) -> None:
     known = list(get_args(choices))
     if value not in known:
-        raise ConfigurationError(field, "must be a known choice", repr(value), nearest(str(value), known))
+        raise ConfigurationError(field, "must be a known choice", repr(value), known_names(str(value), known))
 
 
 def _check_at_least(field: str, value: int, least: int) -> None:
@@ -97,7 +97,7 @@ def check_weights(weights: Mapping[str, float], names: Sequence[str]) -> None:
     for name, weight in weights.items():
         field = f"data.sources.{name}.weight"
         if name not in names:
-            raise ConfigurationError(field, "must be of a known source", name, nearest(name, list(names)))
+            raise ConfigurationError(field, "must be of a known source", name, known_names(name, list(names)))
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
             raise ConfigurationError(field, "must be positive and finite", repr(weight), "Set a small one instead.")
 

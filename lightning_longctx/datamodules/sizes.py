@@ -8,7 +8,7 @@ from math import lcm
 from lightning_longctx.datamodules.selection import Budget
 from lightning_longctx.datamodules.settings import PackingSettings, WarmupSettings
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.units import parse_token_count
+from lightning_longctx.units import counted, parse_token_count
 
 __all__ = [
     "accumulation",
@@ -53,7 +53,7 @@ def check_budget(max_tokens_per_batch: int, packing: PackingSettings, sp_size: i
             f"times micro_batch_size must be a multiple of {multiple}, which is the least common multiple of "
             f"pad_to_multiple_of = {packing.pad_to_multiple_of} and sequence_parallel_size = {sp_size}",
             f"{max_tokens_per_batch} = {max_tokens_per_batch // multiple} x {multiple} + {rest}",
-            f"Use {max_tokens_per_batch - rest or multiple} tokens.",
+            f"Use {max_tokens_per_batch - rest or multiple}.",
         )
 
 
@@ -79,9 +79,9 @@ def accumulation(global_batch_tokens: int, max_tokens_per_batch: int, dp_size: i
     if rest or not steps:
         raise ConfigurationError(
             "data.global_batch_tokens",
-            f"must be a multiple of one micro-batch on all ranks: {max_tokens_per_batch} tokens x {dp_size} "
-            f"data-parallel ranks = {tokens}",
-            f"{global_batch_tokens} = {steps} x {tokens} + {rest}",
+            f"must be a multiple of one micro-batch on all ranks: {counted(max_tokens_per_batch, 'token')} x "
+            f"{counted(dp_size, 'data-parallel rank')} = {tokens:,}",
+            f"{global_batch_tokens:,} = {steps:,} x {tokens:,} + {rest:,}",
             f"Use {steps * tokens} or {(steps + 1) * tokens}." if steps else f"Use {tokens} or more.",
         )
     return steps
@@ -104,7 +104,7 @@ def check_one_accumulation(steps: int, own: int, callbacks: Iterable[object]) ->
         raise ConfigurationError("trainer.accumulate_grad_batches", "must not be set twice", got, fix)
     for callback in callbacks:
         if callable(getattr(callback, "get_accumulate_grad_batches", None)):  # Lightning's scheduler of accumulation
-            got = f"{steps} micro-batches a step beside {type(callback).__name__}"
+            got = f"{counted(steps, 'micro-batch')} a step beside {type(callback).__name__}"
             raise ConfigurationError("data.global_batch_tokens", "must be alone in setting the accumulation", got, fix)
 
 

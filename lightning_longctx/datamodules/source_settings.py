@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_longctx.datamodules.settings import nearest
+from lightning_longctx.datamodules.settings import known_names
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.units import TokenCount, parse_token_count
 
@@ -95,7 +95,7 @@ class SourceSettings:
             value, known = getattr(self, name), list(get_args(choices))
             if value not in known:
                 rule = f"must have a known `{name}`"
-                raise ConfigurationError("data.sources", rule, repr(value), nearest(str(value), known))
+                raise ConfigurationError("data.sources", rule, repr(value), known_names(str(value), known))
         for name in _FIELD_NAMES:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -144,7 +144,7 @@ class SourceSettings:
         known = [entry.name for entry in fields(cls)]
         for key in value:
             if key not in known:
-                raise ConfigurationError(field, "must have known keys only", repr(key), nearest(str(key), known))
+                raise ConfigurationError(field, "must have known keys only", repr(key), known_names(str(key), known))
         try:
             return cls(**value)
         except ConfigurationError as error:

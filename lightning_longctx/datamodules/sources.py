@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.errors import DataError
+from lightning_longctx.units import counted
 
 __all__ = ["FileSource", "IndexableSource", "RecordStream", "SequenceSource", "Source", "StreamingSource"]
 
@@ -177,5 +178,5 @@ def skip(stream: RecordStream, count: int, field: str) -> RecordStream:
         except StopIteration:
             fix = "Resume with the same data, give changed data another name, or start anew."
             rule = "must have the records that were read before the stop"
-            raise DataError(field, rule, f"an end {count - done} records earlier", fix) from None
+            raise DataError(field, rule, f"an end {counted(count - done, 'record')} earlier", fix) from None
     return stream

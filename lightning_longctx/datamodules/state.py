@@ -18,6 +18,7 @@ from lightning_longctx.datamodules.rows import RowSettings, RowState
 from lightning_longctx.datamodules.sources import IndexableSource
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology
+from lightning_longctx.units import counted
 
 __all__ = ["changes", "gathered_state", "join_states", "restore_state", "saved_state"]
 
@@ -105,7 +106,7 @@ def changes(saved: Mapping[str, Any], settings: RowSettings, policy: BufferPolic
     if policy.describe() != before:
         found.append(f"data.buffer_policy is {policy.describe()} instead of {before}")
     if saved["dp_size"] != dp_size:
-        found.append(f"the rest is dealt to {dp_size} data-parallel ranks instead of {saved['dp_size']}")
+        found.append(f"the rest is dealt to {counted(dp_size, 'data-parallel rank')} instead of {saved['dp_size']}")
     return f"Data resumed with changes that apply from here on: {'; '.join(found)}." if found else None
 
 
@@ -159,7 +160,7 @@ def _fitted(candidate: Candidate | None, reader: DocumentReader, counters: Count
     if candidate.length <= reader.window:
         yield candidate
     elif reader.long_document == "error":
-        got = f"{reader.window} where a document of {candidate.length} tokens waits"
+        got = f"{reader.window:,} where a document of {counted(candidate.length, 'token')} waits"
         fix = f"Use {candidate.length} or more, or another `packing.long_document`."
         raise ConfigurationError("data.max_seq_len", "must hold the documents that wait", got, fix)
     elif reader.long_document == "drop":
@@ -204,7 +205,7 @@ def _order(settings: RowSettings) -> dict[str, Any]:
     """What the order of documents within a source depends on: any change would lose some and repeat others."""
     order: dict[str, Any] = {"loading.seed": settings.sequence.seed, "loading.shuffle": settings.sequence.shuffle}
     for source in settings.reader.sources:
-        length = f"{len(source)} documents" if isinstance(source, IndexableSource) else "a stream"
+        length = counted(len(source), "document") if isinstance(source, IndexableSource) else "a stream"
         order[f"sources.{source.name}"] = length
     return order
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_longctx.datamodules.chat import ChatTemplate
-from lightning_longctx.datamodules.settings import nearest
+from lightning_longctx.datamodules.settings import known_names
 from lightning_longctx.errors import ConfigurationError
 
 __all__ = ["BYTES_VOCAB_SIZE", "END_OF_DOCUMENT", "FROM_MODEL", "Tokenize", "bytes_tokenizer", "resolve_tokenizer"]
@@ -204,7 +204,7 @@ def _imported(name: str) -> tuple[Tokenize, int | None]:
     except (ImportError, AttributeError):
         target = None
     if not callable(target):
-        _refuse(repr(name), nearest(name, ["bytes", FROM_MODEL]))
+        _refuse(repr(name), known_names(name, ["bytes", FROM_MODEL]))
     return target, getattr(target, "vocab_size", None)
 
 

@@ -12,17 +12,26 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_longctx.datamodules.open_window import OpenWindow
 from lightning_longctx.datamodules.row_state import RowState
 from lightning_longctx.datamodules.sizes import check_one_accumulation
+from lightning_longctx.units import counted
 
 __all__ = ["TrainerSettings", "model_vocabulary", "warn_of_cut_epoch"]
 
 # Lightning asks the loader alone. Ours has no state on purpose: the data module has it.
 _NOT_RESUMABLE = ".*your dataloader is not resumable"
+# Asked before anybody tells that there is nothing to validate on, of every module without a `validation_step`.
+_NO_VALIDATION_STEP = "You passed in a `val_dataloader` but have no `validation_step`"
 
 
 class TrainerSettings:
-    """What of a Trainer depends on the data: whether a fit validates, micro-batches of a step, and its batch count."""
+    """What of a Trainer depends on the data: whether a fit validates, micro-batches of a step, and its batch count.
 
-    def __init__(self) -> None:
+    Args:
+        validates: whether there is data for validation; without, Lightning's advice about it is not true.
+    """
+
+    def __init__(self, validates: bool = True) -> None:
+        if not validates:
+            warnings.filterwarnings("ignore", message=_NO_VALIDATION_STEP)
         self._window = OpenWindow()
         # The Trainer's own values, while others stand in for them.
         self._limit_val_batches: int | float | None = None
@@ -93,7 +102,8 @@ def warn_of_cut_epoch(trainer: pl.Trainer | None, state: RowState) -> None:
     most, epochs = trainer.max_epochs, progress.processed
     if most is not None and 0 <= most <= epochs:
         rank_zero_warn(
-            f"Nothing will be trained: Lightning counts {epochs} whole epochs (max_epochs={most}), though `max_steps`"
-            f" or a stop ended the last one after {state.rows:,} rows. Leave `max_epochs` out or raise it to go on.",
+            f"Nothing will be trained: Lightning counts {counted(epochs, 'whole epoch')} (max_epochs={most}), though"
+            f" `max_steps` or a stop ended the last one after {counted(state.rows, 'row')}. Leave `max_epochs` out or"
+            " raise it to go on.",
             category=UserWarning,
         )

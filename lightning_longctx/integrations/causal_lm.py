@@ -37,6 +37,7 @@ from lightning_longctx.loss import TokenLoss
 from lightning_longctx.strategies.initialization import fill_meta, meta_names
 from lightning_longctx.strategies.ulysses import check_heads, running_exchange
 from lightning_longctx.topology import topology_of
+from lightning_longctx.units import counted
 
 require_transformers()
 
@@ -163,7 +164,7 @@ class CausalLMModule(LightningModule):
             fix = (
                 f"Write `model: {{config_overrides: {{vocab_size: {vocab_size}}}}}`, or take the model's own tokenizer."
             )
-            got = f"a tokenizer with {vocab_size:,} ids"
+            got = f"a tokenizer with {counted(vocab_size, 'id')}"
             rule = f"is {self.config.vocab_size:,} and must cover every token id"
             raise ConfigurationError("model.config.vocab_size", rule, got, fix)
         heads = getattr(self.config, "num_attention_heads", None)
@@ -217,7 +218,7 @@ class CausalLMModule(LightningModule):
             self.model = None
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
-        rank_zero_info(f"{type(model).__name__}: {count:,} parameters")
+        rank_zero_info(f"{type(model).__name__}: {counted(count, 'parameter')}")
 
     def configure_shapes(self) -> None:
         """Build the model by its shapes, on the meta device, for tools that count memory. No weights are needed."""
@@ -364,22 +365,9 @@ class CausalLMModule(LightningModule):
 
     def _end_of_schedule(self) -> tuple[int | None, int | None]:
         """Where a decay ends: in the unit of ``over``, or else in steps. Neither for a constant rate."""
-        settings, length = self.schedule_settings, self._step_length()
         trainer: Any = self.trainer
-        if settings.kind == "constant":
-            return None, None
-        horizon = settings.total
-        if horizon is None and settings.over == "tokens":
-            ends = [callback.token_horizon for callback in trainer.callbacks if hasattr(callback, "token_horizon")]
-            horizon = min(ends, default=None)
-        if horizon is None and trainer.max_steps <= 0:
-            fix = (
-                f"Set `schedule.total_{settings.over}` or `trainer.max_steps`, or write `schedule: {{kind: constant}}`."
-            )
-            rule = f"must be known for a {settings.kind} schedule"
-            raise ConfigurationError(f"model.schedule.total_{settings.over}", rule, "no end of the run", fix)
-        settings.check_horizon(trainer.max_steps * length if horizon is None else horizon)
-        return horizon, trainer.max_steps if horizon is None else None
+        ends = [callback.token_horizon for callback in trainer.callbacks if hasattr(callback, "token_horizon")]
+        return self.schedule_settings.end(trainer.max_steps, self._step_length(), ends)
 
 
 def _tokens_per_step(trainer: Any) -> int:

@@ -21,6 +21,7 @@ from lightning_longctx.batch import count_targets
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations.attention import AttentionProbe
 from lightning_longctx.loss import TokenLoss, causal_lm_loss
+from lightning_longctx.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -203,7 +204,7 @@ def _check_windows(name: str, config: Any, windows: list[int | None]) -> None:
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windows)
     expected = [size if kind == "sliding_attention" else None for kind in kinds]
     if windows != expected:
-        got = f"{name}, whose {len(windows)} layers ask for {sorted({str(window) for window in windows})}"
+        got = f"{name}, whose {counted(len(windows), 'layer')} ask for {sorted({str(window) for window in windows})}"
         fix = "Write `config_overrides: {sliding_window: null}` to train with full attention, or take another model."
         rule = f"must have layers that ask attention for the sliding window of its configuration ({size})"
         raise ConfigurationError("model", rule, got, fix)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import require_transformers
 from lightning_longctx.integrations.presets import PRESETS
+from lightning_longctx.spelling import nearest
 from lightning_longctx.strategies.refusals import LAYER_TYPES
 from lightning_longctx.units import parse_token_count
 
@@ -192,8 +192,8 @@ def _from_name(name: str) -> PretrainedConfig:
     path = Path(name)
     if path.is_dir() or path.is_file():
         return _from_path(path, "model.config")
-    near = get_close_matches(name, PRESETS, 1)
-    hint = f"Did you mean `{near[0]}`? " if near else ""
+    near = nearest(name, PRESETS)
+    hint = f"Did you mean `{near}`? " if near else ""
     fix = f"{hint}Presets: {', '.join(sorted(PRESETS))}."
     raise ConfigurationError(
         "model.config", "must be a preset, a local directory or file, or a mapping", repr(name), fix
@@ -275,8 +275,8 @@ def _yaml_float(value: float) -> str:
 
 
 def _unknown_key(field: str, key: str, names: set[str], model_type: str) -> ConfigurationError:
-    near = get_close_matches(key, sorted(names), 1)
-    fix = f"Did you mean `{near[0]}`?" if near else f"Keys: {', '.join(sorted(names))}."
+    near = nearest(key, sorted(names))
+    fix = f"Did you mean `{near}`?" if near else f"Keys: {', '.join(sorted(names))}."
     return ConfigurationError(field, f"must be a key that a {model_type} configuration lets you set", repr(key), fix)
 
 

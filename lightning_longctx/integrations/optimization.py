@@ -132,6 +132,29 @@ class ScheduleSettings:
         """Whether the rate never changes."""
         return self.kind == "constant" and self.warmup == 0
 
+    def end(self, max_steps: int, step_length: int, token_ends: Iterable[int] = ()) -> tuple[int | None, int | None]:
+        """Where a decay ends: in the unit of ``over``, or else in steps. Neither for a constant rate.
+
+        Args:
+            max_steps: of the run; 0 or less if it has no number of them.
+            step_length: what a step advances progress by.
+            token_ends: where callbacks end the run, in tokens.
+
+        Raises:
+            ConfigurationError: a decay whose end nothing tells, or that ends before the warm-up does.
+        """
+        if self.kind == "constant":
+            return None, None
+        horizon = self.total
+        if horizon is None and self.over == "tokens":
+            horizon = min(token_ends, default=None)
+        if horizon is None and max_steps <= 0:
+            fix = f"Set `schedule.total_{self.over}` or `trainer.max_steps`, or write `schedule: {{kind: constant}}`."
+            rule = f"must be known for a {self.kind} schedule"
+            raise ConfigurationError(f"model.schedule.total_{self.over}", rule, "no end of the run", fix)
+        self.check_horizon(max_steps * step_length if horizon is None else horizon)
+        return horizon, max_steps if horizon is None else None
+
     def check_horizon(self, horizon: int) -> None:
         """Check that a decay has room after the warm-up.
 

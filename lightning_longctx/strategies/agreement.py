@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import counted
 
 __all__ = [
     "check_equal_facts",
@@ -130,7 +131,7 @@ def check_equal_hashes(hashes: Mapping[str, Tensor], group: dist.ProcessGroup | 
     raise ConfigurationError(
         f"model.{list(hashes)[first]}",
         "must start equal on every rank (sharding does not broadcast)",
-        f"{int((low != high).sum())} of {len(hashes)} tensors that differ",
+        f"{int((low != high).sum())} of {counted(len(hashes), 'tensor')} that differ",
         "Seed every rank alike before the model is built: `L.seed_everything(0)`, or `seed_everything: 0` in YAML.",
     )
 

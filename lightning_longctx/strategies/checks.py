@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.agreement import package_versions, stable_text
 from lightning_longctx.strategies.mesh import node_crossings
+from lightning_longctx.units import counted
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -212,8 +213,8 @@ def warn_of_crossings(world_size: int, sequence_parallel_size: int, ranks_per_no
     crossing = node_crossings(world_size, sequence_parallel_size, ranks_per_node)
     if crossing:
         rank_zero_warn(
-            f"{len(crossing)} sequence-parallel group(s), the first of ranks {crossing[0]}, cross nodes: the exchanges"
-            " of every layer wait for the network. Let `sequence_parallel_size` divide `devices`"
+            f"{counted(len(crossing), 'sequence-parallel group')}, the first of ranks {crossing[0]}, on several nodes:"
+            " the exchanges of every layer wait for the network. Let `sequence_parallel_size` divide `devices`"
             f" ({ranks_per_node}). `longctx fit --print_layout` shows the map."
         )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import counted
 
 __all__ = ["fill_meta", "get_tensor", "init_by_name", "meta_names", "reset_parameters", "set_tensor"]
 
@@ -53,7 +54,7 @@ def fill_meta(module: nn.Module, names: Sequence[str], fill: Callable[[Sequence[
         raise ConfigurationError(
             f"model.{missing[0]}",
             "must get a value (the model was built on the meta device)",
-            f"{len(missing)} tensors without one",
+            f"{counted(len(missing), 'tensor')} without one",
             "Fill every name that `fill_weights(names)` is given.",
         )
 

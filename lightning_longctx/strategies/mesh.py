@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import HOST_TIMEOUT, Topology
+from lightning_longctx.units import counted
 
 __all__ = ["Layout", "build_layout", "check_sizes", "check_world", "describe_layout", "node_crossings"]
 
@@ -71,7 +72,7 @@ def check_world(world_size: int, sequence_parallel_size: int, replicate_size: in
         raise ConfigurationError(
             "strategy.sequence_parallel_size",
             "must divide the number of processes (devices x num_nodes)",
-            f"{sequence_parallel_size} for {world_size} processes "
+            f"{sequence_parallel_size} for {counted(world_size, 'process')} "
             f"({world_size} / {sequence_parallel_size} leaves {world_size % sequence_parallel_size})",
             f"Use one of {_divisors(world_size)}, or change `trainer.devices`.",
         )
@@ -80,7 +81,7 @@ def check_world(world_size: int, sequence_parallel_size: int, replicate_size: in
         raise ConfigurationError(
             "strategy.data_parallel_replicate_size",
             "must divide the number of data-parallel ranks (processes / sequence_parallel_size)",
-            f"{replicate_size} for {world_size} / {sequence_parallel_size} = {rows} ranks "
+            f"{replicate_size} for {world_size} / {sequence_parallel_size} = {counted(rows, 'rank')} "
             f"({rows} / {replicate_size} leaves {rows % replicate_size})",
             f"Use one of {_divisors(rows)}.",
         )
@@ -153,7 +154,8 @@ def describe_layout(
     per_node = ranks_per_node or world_size
     shards = world_size // sequence_parallel_size // replicate_size
     lines = [
-        f"{world_size} processes on {-(-world_size // per_node)} node(s): data_parallel_replicate {replicate_size}"
+        f"{counted(world_size, 'process')} on {counted(-(-world_size // per_node), 'node')}: data_parallel_replicate"
+        f" {replicate_size}"
         f" x data_parallel_shard {shards} x sequence_parallel {sequence_parallel_size}",
         f"{'rank':>5}{'node':>6}{'replicate':>11}{'shard':>7}{'sequence':>10}  shares its row with",
     ]

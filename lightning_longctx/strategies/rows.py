@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_longctx.batch import TOKEN_KEYS, HostBounds, is_packed_batch, validate_packed_batch
 from lightning_longctx.errors import BatchContractError, ConfigurationError
 from lightning_longctx.topology import Topology
+from lightning_longctx.units import counted
 
 __all__ = ["RowSharder"]
 
@@ -75,7 +76,7 @@ class RowSharder:
                 raise ConfigurationError(
                     "train_dataloader",
                     "must give the ranks of a sequence-parallel group the same row",
-                    f"different rows on {self._topology.sp_size} ranks",
+                    f"different rows on {counted(self._topology.sp_size, 'rank')}",
                     "Use DynamicBatchingDataModule, or a sampler over `topology_of(trainer).dp_rank` and `.dp_size`.",
                 )
         if problem is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, get_args
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.spelling import nearest
 
 __all__ = ["ProcessSettings", "ReduceGradients", "ShardingSettings", "as_settings"]
 
@@ -31,8 +31,8 @@ def as_settings(kind: type[Settings], value: Settings | Mapping[str, Any], name:
     known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
     for key in value:
         if key not in known:
-            near = get_close_matches(str(key), known, 1)
-            fix = f"Did you mean `{near[0]}`?" if near else f"It has: {', '.join(known)}."
+            near = nearest(str(key), known)
+            fix = f"Did you mean `{near}`?" if near else f"It has: {', '.join(known)}."
             raise ConfigurationError(
                 f"strategy.{name}.{key}", f"must be a field of {kind.__name__}", "an unknown key", fix
             )

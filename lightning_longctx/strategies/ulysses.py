@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_longctx.batch import PackedSequence, model_inputs
 from lightning_longctx.errors import BatchContractError, ConfigurationError
 from lightning_longctx.strategies.attention import AUTO, choose_core
+from lightning_longctx.units import counted
 
 __all__ = [
     "Exchange",
@@ -79,7 +80,7 @@ def check_heads(heads: int, sp_size: int) -> None:
         raise ConfigurationError(
             "strategy.sequence_parallel_size",
             "must divide the number of query heads",
-            f"{sp_size} for {heads} heads ({heads} / {sp_size} leaves {heads % sp_size})",
+            f"{sp_size} for {counted(heads, 'head')} ({heads} / {sp_size} leaves {heads % sp_size})",
             f"Use one of {possible}.",
         )
 
@@ -198,7 +199,7 @@ def _check(query: Tensor, key: Tensor, packed: PackedSequence, size: int, window
         fix = "Pack documents into one row; use `micro_batch_size` for longer rows."
         raise BatchContractError("query", "must be one row [1, H, T/S, D]", list(query.shape), fix)
     if query.shape[1] % key.shape[1]:
-        got = f"{query.shape[1]} query heads and {key.shape[1]}"
+        got = f"{counted(query.shape[1], 'query head')} and {key.shape[1]}"
         raise BatchContractError("key", "must have a number of heads that divides the query's", got, "Check the model.")
     if window is not None and window < 1:
         raise ConfigurationError("window", "must be positive", window, "Leave it out to see the whole document.")
@@ -208,7 +209,7 @@ def _check(query: Tensor, key: Tensor, packed: PackedSequence, size: int, window
     if last != query.shape[2] * size:
         raise BatchContractError(
             "cu_seqlens",
-            f"must end at the row's length, {query.shape[2]} local tokens x {size} ranks",
+            f"must end at the row's length, {counted(query.shape[2], 'local token')} x {counted(size, 'rank')}",
             last,
             "Bounds come from the unsharded row, and the row is sharded once: by LongContextFSDPStrategy.",
         )

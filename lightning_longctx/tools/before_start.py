@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_longctx.checkpoint.address import as_folder, is_address
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.checkpoint.address import Folder, as_folder, is_address
+from lightning_longctx.errors import ConfigurationError, FieldError, raise_together
 from lightning_longctx.strategies.checks import check_parts
 from lightning_longctx.tools.configuration import check_division
 
-__all__ = ["check_checkpoint_path", "check_sizes"]
+__all__ = ["check_checkpoint_path", "check_folders", "check_sizes"]
 
 # Words that Lightning takes for ckpt_path instead of a path.
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
@@ -59,3 +61,26 @@ def check_sizes(strategy: Any, datamodule: Any, model: Any, devices: int, nodes:
     check_model = getattr(strategy, "check_model", None)
     if callable(check_model):
         check_model(model)
+
+
+def check_folders(folders: Iterable[tuple[str, str | Folder | None]]) -> None:
+    """Check that folders that a run writes to can be made and written to.
+
+    Args:
+        folders: with the setting that names each; addresses and None are left out.
+
+    Raises:
+        ConfigurationError: those that cannot, which would end the run after the model was built, or at the first save.
+    """
+    refused: list[FieldError] = []
+    for field, folder in folders:
+        found = None if folder is None else as_folder(folder, field)
+        if not isinstance(found, Path):
+            continue
+        place = found.absolute()
+        there = next(parent for parent in (place, *place.parents) if parent.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            got = str(there) if there.is_dir() else f"the file {there}"
+            fix = "Start in another folder, or set another (`save_dir` of the logger, `dirpath`, `default_root_dir`)."
+            refused.append(ConfigurationError(field, "must be in a folder that can be written to", got, fix))
+    raise_together(refused)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.units import counted
 
 __all__ = ["Layout", "ReadConfiguration", "RunConfiguration", "check_division", "device_count", "layout_of"]
 
@@ -70,7 +71,7 @@ def check_division(devices: int, nodes: int, sp_size: int) -> None:
     """
     processes = devices * nodes
     if sp_size < 1 or processes % sp_size:
-        got = f"{sp_size} for {devices} devices x {nodes} nodes = {processes} processes"
+        got = f"{sp_size} for {counted(devices, 'device')} x {counted(nodes, 'node')} = {counted(processes, 'process')}"
         fix = f"Use one of {[size for size in range(1, processes + 1) if processes % size == 0]}, or other `devices`."
         rule = "must divide the number of processes"
         raise ConfigurationError("trainer.strategy.sequence_parallel_size", rule, got, fix)

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
 from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.spelling import nearest
 from lightning_longctx.tools.configuration import ReadConfiguration
 
 __all__ = ["find_recipe", "main", "recipe_list", "recipes", "summary_of"]
 
 _USAGE = "usage: longctx init NAME > run.yaml"
-# Below this similarity (difflib's ratio) a suggestion would only confuse.
-_LEAST_SIMILARITY = 0.4
 
 
 def main(words: Sequence[str], read: ReadConfiguration) -> int:
@@ -77,8 +75,8 @@ def find_recipe(name: str, found: Mapping[str, Path]) -> Path:
         return found[plain]
     if len(beginnings) == 1:
         return found[beginnings[0]]
-    near = beginnings[:1] or get_close_matches(plain.lower(), found, n=1, cutoff=_LEAST_SIMILARITY)
-    fix = f"Did you mean `longctx init {near[0]}`?" if near else f"There are: {', '.join(found)}."
+    near = beginnings[0] if beginnings else nearest(plain, found)
+    fix = f"Did you mean `longctx init {near}`?" if near else f"There are: {', '.join(found)}."
     raise ConfigurationError("longctx init", "must name a recipe", repr(name), fix)
 
 

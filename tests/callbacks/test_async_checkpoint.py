@@ -197,7 +197,9 @@ def test_loggers_hear_of_a_checkpoint_once_it_is_there() -> None:
     assert '"step": 6' in Path("c", LATEST).read_text()
 
 
-def test_csv_goes_on_as_one_curve() -> None:
+@pytest.mark.filterwarnings("error:Experiment logs directory")  # that the old ones will be deleted, which is not true
+@pytest.mark.parametrize("again", ["last", "the path"])
+def test_csv_goes_on_as_one_curve(again: str) -> None:
     def losses() -> list[str]:
         rows = Path("runs/version_0/metrics.csv").read_text().splitlines()
         column = rows[0].split(",").index("step")
@@ -207,12 +209,12 @@ def test_csv_goes_on_as_one_curve() -> None:
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
             pl_module.log("loss", 1.0)
 
-    def run(steps: int, save_at: int) -> None:
+    def run(steps: int, save_at: int, path: str = "last") -> None:
         logger = CSVLogger(".", name="runs")
         fit(
             "c",
             steps,
-            "last",
+            path,
             logger=logger,
             log_every_n_steps=1,
             callbacks=[Log()],
@@ -220,8 +222,9 @@ def test_csv_goes_on_as_one_curve() -> None:
         )
 
     run(4, 4)
-    run(6, 4)
-    assert not Path("runs/version_1").exists()
+    Path("runs/version_0/picture.png").touch()  # as most runs leave something beside the metrics
+    run(6, 4, again if again == "last" else str(scan(Path("c"))[0].path))
+    assert not Path("runs/version_1/metrics.csv").exists()
     assert [step for step in range(6) if str(step) not in losses()] == []
 
 

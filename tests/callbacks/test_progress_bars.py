@@ -26,14 +26,15 @@ class _Terminal(io.StringIO):
         return True
 
 
-def watch(bar: ProgressBar, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
+def watch(bar: ProgressBar, monkeypatch: pytest.MonkeyPatch, **settings: int) -> tuple[str, dict[str, Any]]:
     """Fit with a bar; return what a terminal got, and the numbers behind it."""
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("TERM", "xterm")
     data = DynamicBatchingDataModule({"a": [{"input_ids": [1, 2, 3, 4, 5]}] * 40}, max_seq_len=16)
-    trainer = make_trainer([ExactTokenMean(), TrainingMetrics(), bar], max_steps=4, enable_progress_bar=True)
+    callbacks = [ExactTokenMean(), TrainingMetrics(), bar]
+    trainer = make_trainer(callbacks, **{"max_steps": 4, "max_epochs": 1, "enable_progress_bar": True, **settings})
     trainer.fit(ToyLM(), datamodule=data)
     return terminal.getvalue(), trainer.progress_bar_metrics
 
@@ -47,3 +48,15 @@ def test_a_bar_shows_loss_speed_fill_and_wait(kind: type[ProgressBar], monkeypat
         shown = [float(value) for value in re.findall(rf"{key}(?:=|: )\s*([\d.e+-]+)", plain)]
         assert shown, f"{key} is not on the screen"
         assert shown[-1] == pytest.approx(numbers[key], rel=0.01, abs=0.001)
+
+
+@pytest.mark.parametrize("kind", [RichProgressBar, TQDMProgressBar])
+@pytest.mark.parametrize(("epochs", "shown"), [({"max_epochs": -1}, "Epoch 0 "), ({}, "Epoch 0/0 ")])
+def test_a_bar_counts_no_epochs_where_there_is_no_end_of_them(
+    kind: type[ProgressBar], epochs: dict[str, int], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, _ = watch(bar := kind(), monkeypatch, **epochs)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    assert "/-2" not in plain
+    assert (shown if kind is RichProgressBar else "Epoch 0:") in plain
+    assert "_get_train_description" not in vars(bar), "what is borrowed is given back"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_longctx.cli.arguments import nearest, read_arguments
+from lightning_longctx.cli.arguments import read_arguments
 from lightning_longctx.errors import ConfigurationError
 
 
@@ -68,19 +68,6 @@ def test_a_missing_file_is_answered_with_the_nearest(write: Callable[..., str]) 
         read_arguments(["--config", "quikstart.yml"])
     with pytest.raises(ConfigurationError, match="must be a file that exists"):
         read_arguments(["--config", "no/such/folder/run.yaml"])
-
-
-@pytest.mark.parametrize(
-    ("name", "known", "found"),
-    [
-        ("max_seqlen", ["max_seq_len", "tokenizer"], "max_seq_len"),
-        ("SP_SIZE", ["sequence_parallel_size", "blocks"], "sequence_parallel_size"),
-        ("zzz", ["max_seq_len"], None),
-        ("x", [], None),
-    ],
-)
-def test_nearest(name: str, known: list[str], found: str | None) -> None:
-    assert nearest(name, known) == found
 
 
 def test_a_file_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

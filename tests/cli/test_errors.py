@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_longctx import cli
 from lightning_longctx.cli import COMMANDS, TOOLS, main
 from lightning_longctx.cli.explain import explain
 from lightning_longctx.cli.schema import Place
@@ -106,6 +107,8 @@ def test_settings_without_their_class(capsys: pytest.CaptureFixture[str]) -> Non
         ("trainer.callbacks", ["TrainingMetrics", "ExactTokenMeen"], "`trainer.callbacks[1]` must name a Callback"),
         ("trainer.callbacks", "EarlyStoping", "Did you mean `EarlyStopping`?"),
         ("trainer.logger", "CSVLoger", "Did you mean `CSVLogger`?"),
+        ("trainer.callbacks", ["LossByChannel"], "Did you mean `ChannelLoss`?"),
+        ("trainer.callbacks", ["Foo"], "This package has: AsyncDCPCheckpoint, ChannelLoss, ExactTokenMean, "),
         ("model", {"class_path": "tests.cli.toys.ToyModl"}, "which cannot be imported"),
         ("data", {"class_path": "no_such_package.Data"}, "which cannot be imported"),
         ("model", {"class_path": "tests.cli.toys.Unrelated"}, "model"),
@@ -125,6 +128,8 @@ def test_wrong_class(key: str, value: Any, said: str, capsys: pytest.CaptureFixt
         ("--trainer.precision=bf16-tru", "'bf16-true'"),
         ("--trainer.accelerator=cpuu", "invalid accelerator name"),
         ("--trainer.devices=0", "`Trainer(devices='0')` value is not a valid input"),
+        ("--trainer.devices=two", "`devices` selected with `CPUAccelerator` should be an int > 0"),
+        ("more.yaml", "unrecognized arguments: more.yaml. Did you mean `longctx fit --config more.yaml`?"),
         ("--data.max_seq_len=4Q", "`data.max_seq_len` must be a number of tokens, but got '4Q'. Write 4096"),
         ("--data.max_seq_len=0.5", "must be a whole positive number of tokens, but got '0.5'"),
         ("--data.tokenizer=byte", "Did you mean 'bytes'?"),
@@ -167,10 +172,10 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     ("devices", "sp_size", "flags", "said"),
     [
         (3, 2, [], "but got 2 for 3 processes"),
-        (1, 2, [], "but got 2 for 1 processes"),
+        (1, 2, [], "but got 2 for 1 process"),
         (2, 2, ["--data.max_seq_len=4095"], "sequence_parallel_size = 2"),
         (8, 8, [], "but got 8 for 4 heads (4 / 8 leaves 4)"),
-        (4, 2, ["--data.global_batch_tokens=12K"], "4096 tokens x 2 data-parallel ranks = 8192"),
+        (4, 2, ["--data.global_batch_tokens=12K"], "4,096 tokens x 2 data-parallel ranks = 8,192"),
     ],
 )
 def test_sizes_that_cannot_be_divided(  # noqa: PLR0913
@@ -184,7 +189,7 @@ def test_sizes_that_cannot_be_divided(  # noqa: PLR0913
 def test_sizes_of_a_foreign_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = {"class_path": "tests.cli.toys.ToyStrategy", "init_args": {"sequence_parallel_size": 2}}
     line = refused(changed(TOYS, "trainer.strategy", strategy), capsys)
-    assert "2 for 1 devices x 1 nodes = 1 processes. Use one of [1]" in line
+    assert "2 for 1 device x 1 node = 1 process. Use one of [1]" in line
 
 
 # -- errors of constructors -------------------------------------------------------------------------------------------
@@ -229,9 +234,28 @@ def test_a_bug_of_the_user_keeps_its_traceback() -> None:
 def test_wrong_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fot"]) == 2
     assert capsys.readouterr().err == "longctx: error: unknown command 'fot'. Did you mean `fit`?\n"
-    assert main(["xyzzy"]) == 2
-    said = f"longctx: error: unknown command 'xyzzy'. Commands: {', '.join([*COMMANDS, *TOOLS])}.\n"
-    assert capsys.readouterr().err == said
+    assert main(["--config", "run.yaml"]) == 2
+    assert "The command comes first: `longctx fit --config ...`. Commands: fit, " in capsys.readouterr().err
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err == "longctx: error: unknown command 'train'. Did you mean `fit`?\n"
+    for word in ("xyzzy", "foo"):
+        assert main([word]) == 2
+        said = f"longctx: error: unknown command {word!r}. Commands: {', '.join([*COMMANDS, *TOOLS])}.\n"
+        assert capsys.readouterr().err == said
+
+
+def test_ctrl_c_outside_of_training_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert main(["fit"]) == 130
+    assert capsys.readouterr().err == "\nlongctx: stopped by Ctrl-C.\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["fit"]) == 130
+    assert capsys.readouterr().err == "", "one voice for each machine"
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ def test_sixteen_ranks_on_two_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     strategy = {"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 4}}
     code, out, _ = call(capsys, strategy, "--trainer.strategy.data_parallel_replicate_size=2")
     assert code == 0
-    assert "16 processes on 2 node(s): data_parallel_replicate 2 x data_parallel_shard 2 x sequence_parallel 4" in out
+    assert "16 processes on 2 nodes: data_parallel_replicate 2 x data_parallel_shard 2 x sequence_parallel 4" in out
     assert len(out.splitlines()) == 2 + 16
     assert "warning" not in out
 

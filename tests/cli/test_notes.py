@@ -34,10 +34,10 @@ def test_the_parity_of_a_report() -> None:
     path = Path("doctor.json")
     assert parity_line(path, "tiny") is None
     write(path, [finding("loss", 0.5), finding("gradients", 1e-7), finding("gradients", 3.2e-6)])
-    line = "Doctor: tiny (small) in 8 layout(s): no fault, largest gradient error 3.2e-06 (doctor.json)."
+    line = "Doctor: tiny (small) in 8 layouts: no fault, largest gradient error 3.2e-06 (doctor.json)."
     assert parity_line(path, "tiny") == line
     write(path, [finding("gradients", 0.1, verdict="fault"), finding("resume", 0.1, verdict="fault")])
-    assert "2 fault(s), largest gradient error 1.0e-01" in (parity_line(path, "tiny") or "")
+    assert "2 faults, largest gradient error 1.0e-01" in (parity_line(path, "tiny") or "")
 
 
 def test_a_report_of_something_else_says_nothing() -> None:

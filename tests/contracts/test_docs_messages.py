@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 
+from lightning_longctx.units import counted
 from tests.contracts.pages import DOCS
 from tests.contracts.source import package_sources
 
@@ -34,6 +35,9 @@ def _flat(node: ast.AST, names: dict[str, str]) -> str | None:
 
 def _value(part: ast.AST, names: dict[str, str]) -> str:
     inner = part.value if isinstance(part, ast.FormattedValue) else part
+    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Name) and inner.func.id == "counted":
+        noun = inner.args[1]
+        return _ANY + (counted(2, str(noun.value)).removeprefix("2") if isinstance(noun, ast.Constant) else "")
     return (names.get(inner.id) if isinstance(inner, ast.Name) else None) or _ANY
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.contracts.source import PACKAGE, Import, imports_of, is_external, package_sources, resolve, top
 
-CONTRACTS = {"batch", "errors", "loss", "recompute", "token_mean", "topology", "units"}
+CONTRACTS = {"batch", "errors", "loss", "recompute", "spelling", "token_mean", "topology", "units"}
 PLUGIN_FOLDERS = {"callbacks", "datamodules", "strategies"}
 PURE_FOLDERS = {"checkpoint"}
 UPPER_FOLDERS = {"integrations", "tools"}

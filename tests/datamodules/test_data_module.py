@@ -116,6 +116,13 @@ def test_without_validation_sources_a_fit_does_not_validate_and_validate_reads_a
     assert run.limit_val_batches == 1.0
 
 
+def test_a_module_that_only_trains_is_not_told_of_a_loader_that_nobody_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Recorder, "validation_step")
+    trainer().fit(Recorder(), data_module())  # warnings are errors
+    with pytest.warns(UserWarning, match="`val_dataloader` but have no `validation_step`"):
+        trainer().fit(Recorder(), data_module(validation_sources={"v": records(3)}))
+
+
 def test_validating_a_checkpoint_does_not_move_the_training_data() -> None:
     first, data = Recorder(), data_module()
     run = trainer(max_steps=3)
@@ -167,7 +174,7 @@ def test_nobody_else_may_set_the_accumulation() -> None:
         ({"global_batch_tokens": 96}, {"dp_size": 2}, r"96 = 1 x 64 \+ 32.*Use 64 or 128"),
         ({"global_batch_tokens": 32}, {"dp_size": 2}, "Use 64 or more"),
         ({"global_batch_tokens": 96}, {"dp_size": 2, "sp_size": 4}, r"32 tokens x 2 data-parallel ranks = 64"),
-        ({}, {"sp_size": 3}, r"32 = 10 x 3 \+ 2.*Use 30 tokens"),
+        ({}, {"sp_size": 3}, r"32 = 10 x 3 \+ 2.*Use 30\."),
         ({"packing": PackingSettings(pad_to_multiple_of=5)}, {}, r"32 = 6 x 5 \+ 2"),
         ({"max_seq_len": 30, "packing": PackingSettings(pad_to_multiple_of=6)}, {"sp_size": 4}, "12"),
     ],

@@ -101,7 +101,7 @@ def test_limits_of_a_source_count_what_they_drop() -> None:
         ({"input_ids": [0.5]}, "flat list"),
         ({"input_ids": [-1]}, "token ids from 0"),
         ({"input_ids": [2**31]}, "fit 32 bits"),
-        ({"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 tokens"),
+        ({"input_ids": [1, 2], "labels": [1]}, "1 label for 2 tokens"),
         ({"input_ids": [1], "labels": [-101]}, "token ids from -100"),
     ],
 )

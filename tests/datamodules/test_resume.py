@@ -141,7 +141,7 @@ def test_a_resume_that_lightning_takes_for_finished_is_said() -> None:
         return _train(start, callbacks=[at_end], **limits).seen
 
     assert run(None, max_steps=3, max_epochs=1) == whole.seen[:3]
-    with pytest.warns(UserWarning, match=r"Nothing will be trained: Lightning counts 1 whole epochs.*after 3 rows"):
+    with pytest.warns(UserWarning, match=r"Nothing will be trained: Lightning counts 1 whole epoch.*after 3 rows"):
         assert run("end", max_steps=6, max_epochs=1) == []
     assert run("end", max_steps=6, max_epochs=-1) == whole.seen[3:6]
 

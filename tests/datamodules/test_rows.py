@@ -246,6 +246,6 @@ def test_the_start_says_what_a_row_waits_for_and_what_the_first_one_took(caplog:
     with caplog.at_level("INFO"):
         make_trainer([], max_steps=2).fit(ToyLM(), datamodule=data_module({"a": [{"input_ids": [1] * 8}] * 40}))
     said = " ".join(record.getMessage() for record in caplog.records)
-    assert "Step: 32 tokens x 1 micro-batches x 1 data-parallel ranks = 32 tokens, on 1 data-parallel x" in said
-    assert "Rows: 32 tokens x 1 data-parallel ranks; fixed: at least 4 documents and the tokens of a row." in said
+    assert "Step: 32 tokens x 1 micro-batch x 1 data-parallel rank = 32 tokens, on 1 data-parallel x" in said
+    assert "Rows: 32 tokens x 1 data-parallel rank; fixed: at least 4 documents and the tokens of a row." in said
     assert said.count("First row: 4 documents read (8 tokens on average), filled to 100.0%.") == 1

@@ -148,9 +148,9 @@ def test_errors_of_validation_sources_name_them() -> None:
     Path("a.jsonl").write_text('{"content": 1}\n')
     for value in ("none/*.txt", {"path": "x", "min_tokens": "64Q"}, {"path": "x", "wieght": 1}, {"records": 3}, []):
         with pytest.raises(ConfigurationError) as caught:
-            open_sources({"web": value}, "data.validation_sources")
+            open_sources({"data.validation_sources": {"web": value}})
         assert caught.value.field.startswith("data.validation_sources.web")
-    (source,) = open_sources({"web": "a.jsonl"}, "data.validation_sources")
+    ((source,),) = open_sources({"data.validation_sources": {"web": "a.jsonl"}})
     error = DocumentReader([source], bytes_tokenizer, 10).draw(0, 0).error
     assert error is not None
     assert (error.field, error.rule) == ("data.validation_sources.web", "must have a text under 'text'")

@@ -243,7 +243,7 @@ def test_an_unknown_core_is_refused():
 
 def test_bounds_that_do_not_fit_the_tokens_are_refused():
     query = torch.randn(1, 2, 6, 4)
-    with pytest.raises(BatchContractError, match="must end at the row's length, 6 local tokens x 1 ranks"):
+    with pytest.raises(BatchContractError, match="must end at the row's length, 6 local tokens x 1 rank"):
         ulysses_attention(query, query, query, PackedSequence(torch.tensor([0, 12], dtype=torch.int32), 12))
 
 

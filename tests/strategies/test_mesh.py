@@ -16,7 +16,7 @@ from tests.helpers.pool import run_ranks
     [
         (8, 3, 1, r"8 / 3 leaves 2"),
         (8, 2, 3, r"3 for 8 / 2 = 4 ranks \(4 / 3 leaves 1\)"),
-        (4, 4, 2, r"2 for 4 / 4 = 1 ranks \(1 / 2 leaves 1\)"),
+        (4, 4, 2, r"2 for 4 / 4 = 1 rank \(1 / 2 leaves 1\)"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_with_the_arithmetic(world, sp, replicas, arithmetic):

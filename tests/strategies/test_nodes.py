@@ -68,7 +68,7 @@ def test_two_launch_groups_train_as_one_process(launcher):
         words, variables = command(launcher, node, port)
         nodes.append(start(words, **variables))
     printed = outputs_of(nodes, LIMIT)
-    assert "2 processes on 2 node(s)" in printed[0]
+    assert "2 processes on 2 nodes" in printed[0]
     assert "warning: ranks 0-1 share a row across nodes" in printed[0]
     assert "cross nodes: the exchanges of every layer wait for the network" in " ".join(printed[0].split())
     expected = run_ranks(train, 1, 1, {})[0]["weights"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.activation_offload.settings import ActivationOffload
-from lightning_longctx.units import GIB
+from lightning_longctx.units import GIB, counted
 
 __all__ = ["available_memory", "host_limit"]
 
@@ -57,7 +57,7 @@ def host_limit(settings: ActivationOffload, ranks_per_node: int, memory: tuple[i
         return int(available * _SHARE / ranks_per_node)
     limit = int(settings.host_limit_gib * GIB)
     if limit * ranks_per_node > total:
-        got = f"{settings.host_limit_gib:g} GiB x {ranks_per_node} ranks"
+        got = f"{settings.host_limit_gib:g} GiB x {counted(ranks_per_node, 'rank')}"
         fix = f"At most {total / ranks_per_node / GIB:.1f} GiB for each rank, less what data and weights need."
         rule = f"must fit the host's (or its container's) {total / GIB:.1f} GiB"
         raise ConfigurationError("strategy.activation_offload.host_limit_gib", rule, got, fix)

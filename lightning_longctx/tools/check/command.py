@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_longctx.errors import FieldError
+from lightning_longctx.tools.check.length import check_learning_rate, check_length
 from lightning_longctx.tools.check.machine import (
     check_devices,
     check_disk,
@@ -18,6 +19,7 @@ from lightning_longctx.tools.check.report import Check, CheckReport, Skipped
 from lightning_longctx.tools.check.run import (
     check_first_row,
     check_model,
+    check_places,
     check_run_sizes,
     check_sources,
     check_start,
@@ -25,6 +27,7 @@ from lightning_longctx.tools.check.run import (
 from lightning_longctx.tools.check.subject import Subject
 from lightning_longctx.tools.configuration import ReadConfiguration
 from lightning_longctx.tools.output import make_folders, write_json
+from lightning_longctx.units import counted
 
 __all__ = ["CHECKS", "main", "run_checks"]
 
@@ -35,7 +38,10 @@ CHECKS: Mapping[str, Callable[[Subject], Check]] = {
     "sizes": check_run_sizes,
     "sources": check_sources,
     "first row": check_first_row,
+    "length": check_length,
+    "learning rate": check_learning_rate,
     "start": check_start,
+    "folders": check_places,
     "devices": check_devices,
     "memory": check_memory,
     "disk": check_disk,
@@ -68,8 +74,9 @@ def run_checks(subject: Subject) -> CheckReport:
     """Make all checks; one that finds something does not keep the others from being made."""
     trainer = subject.trainer
     model, data = (_class_of(subject.settings.get(section)) for section in ("model", "data"))
-    text = f"{model}, {data}, {_class_of(trainer.get('strategy'))} on {trainer.get('devices') or 'auto'} device(s)"
-    text += f" x {subject.nodes} node(s)"
+    devices = subject.devices
+    text = f"{model}, {data}, {_class_of(trainer.get('strategy'))} on"
+    text += f" {counted(devices, 'device') if devices else 'all devices'} x {counted(subject.nodes, 'node')}"
     return CheckReport([Check("configuration", "fine", text), *(_made(name, subject) for name in CHECKS)])
 
 

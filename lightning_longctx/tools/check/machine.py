@@ -19,6 +19,7 @@ from lightning_longctx.checkpoint.states import expected_optimizer_tensors
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.memory import MemorySettings
 from lightning_longctx.strategies.precision import FSDP2Precision
+from lightning_longctx.tools.check.length import length_of
 from lightning_longctx.tools.check.report import Check, Skipped
 from lightning_longctx.tools.check.run import checkpoint_folder
 from lightning_longctx.tools.check.subject import Subject
@@ -28,7 +29,7 @@ from lightning_longctx.tools.plan.reading import read_run
 from lightning_longctx.tools.plan.search import Planner, with_margin
 from lightning_longctx.tools.plan.shell import optimizers_of
 from lightning_longctx.tools.plan.stub import attach_trainer
-from lightning_longctx.units import GIB
+from lightning_longctx.units import GIB, counted
 
 __all__ = ["check_devices", "check_disk", "check_memory", "check_port", "check_versions"]
 
@@ -75,13 +76,16 @@ def check_devices(subject: Subject) -> Check:
     if not subject.wants_accelerator:
         cores = os.cpu_count() or 1
         return Check(
-            "devices", "fine", f"{asked or 1} process(es) on {cores} core(s), no accelerator", {"cores": cores}
+            "devices",
+            "fine",
+            f"{counted(asked or 1, 'process')} on {counted(cores, 'core')}, no accelerator",
+            {"cores": cores},
         )
     if asked is None or asked > have or have == 0:
         fix = "Check where training runs, or give --device-gb (and --devices) of that machine."
-        got = f"{have} on this machine"
-        raise ConfigurationError("trainer.devices", f"asks for {asked or 'all'} accelerator(s)", got, fix)
-    return Check("devices", "fine", f"{asked} of {have} accelerator(s)", {"accelerators": have})
+        rule = f"asks for {counted(asked, 'accelerator') if asked else 'all accelerators'}"
+        raise ConfigurationError("trainer.devices", rule, f"{have} on this machine", fix)
+    return Check("devices", "fine", f"{asked} of {counted(have, 'accelerator')}", {"accelerators": have})
 
 
 def check_memory(subject: Subject) -> Check:
@@ -123,26 +127,28 @@ def check_disk(subject: Subject) -> Check:
     if not isinstance(folder, Path):
         raise Skipped(f"{folder} is no disk: a store does not tell what is free")
     weights, optimizer = _saved_bytes(subject, bool((settings.get("options") or {}).get("trainable_only")))
-    whole, parts = _kept(settings)
+    whole, parts = _kept(settings, length_of(subject).steps)
     needed = whole * (weights + optimizer) + parts * weights
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(there).free
     facts = {"checkpoint_bytes": weights + optimizer, "needed_bytes": needed, "free_bytes": free}
     also = f" and {parts} of weights alone" if parts else ""
     text = (
-        f"{whole} checkpoint(s) of {human_bytes(weights + optimizer)}{also} need {human_bytes(needed)};"
+        f"{counted(whole, 'checkpoint')} of {human_bytes(weights + optimizer)}{also} need {human_bytes(needed)};"
         f" {human_bytes(free)} free for {folder}"
     )
     return Check("disk", "finding" if needed > free else "fine", text, facts)
 
 
-def _kept(settings: Any) -> tuple[int, int]:
-    """Most checkpoints at one time: whole ones, and those of weights alone."""
+def _kept(settings: Any, steps: int | None) -> tuple[int, int]:
+    """Most checkpoints at one time, whole ones and those of weights alone, in a run of so many steps."""
     options = settings.get("options") or {}
     keep_last = int(settings.get("keep_last") or 2)
     best = int(options.get("save_top_k", 1)) if settings.get("monitor") else 0
     parts = keep_last if int(settings.get("optimizer_every_n_saves") or 1) > 1 else 0
-    return keep_last + best + 1, parts  # one more: the next is written before the oldest goes
+    every = int(options.get("keep_every_n_steps") or 0)
+    ever = steps // every if every and steps else 0
+    return keep_last + best + ever + 1, parts  # one more: the next is written before the oldest goes
 
 
 def _saved_bytes(subject: Subject, trainable_only: bool) -> tuple[int, int]:
@@ -173,4 +179,4 @@ def check_port(subject: Subject) -> Check:
     except (OSError, ValueError) as error:
         fix = "Set another MASTER_PORT, or unset it, and Lightning chooses one."
         raise ConfigurationError("MASTER_PORT", "must be a free port", f"{given}: {error}", fix) from None
-    return Check("port", "fine", f"{given or 'any'}, for {processes} process(es)")
+    return Check("port", "fine", f"{given or 'any'}, for {counted(processes, 'process')}")

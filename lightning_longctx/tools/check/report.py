@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_longctx.units import counted
+
 __all__ = ["Check", "CheckReport", "Skipped", "Verdict"]
 
-Verdict = Literal["fine", "finding", "skipped"]
+#: ``finding``: the run would fail, or be in vain. ``warning``: it runs, and hardly as it is meant.
+Verdict = Literal["fine", "warning", "finding", "skipped"]
 
 #: Raised when a key of the JSON form changes its name or meaning.
 JSON_VERSION = 1
@@ -46,12 +49,18 @@ class CheckReport:
         """What stands in the way of the run."""
         return [check for check in self.checks if check.verdict == "finding"]
 
+    @property
+    def warnings(self) -> list[Check]:
+        """What is odd."""
+        return [check for check in self.checks if check.verdict == "warning"]
+
     def to_plain(self) -> dict[str, Any]:
         """Everything, for ``--json``."""
         checks = [
             {"name": check.name, "verdict": check.verdict, "text": check.text, **check.facts} for check in self.checks
         ]
-        return {"version": JSON_VERSION, "findings": len(self.findings), "checks": checks}
+        numbers = {"findings": len(self.findings), "warnings": len(self.warnings)}
+        return {"version": JSON_VERSION, **numbers, "checks": checks}
 
     def to_text(self) -> str:
         """A line a check, and a last one with the sum."""
@@ -59,5 +68,6 @@ class CheckReport:
         first, second = (max(len(row[column]) for row in rows) + 2 for column in range(2))
         lines = [f"{name:{first}}{verdict:{second}}{text}" for name, verdict, text in rows]
         skipped = sum(check.verdict == "skipped" for check in self.checks)
-        found = f"{len(self.findings)} finding(s)" if self.findings else "Nothing stands in the way"
-        return "\n".join([*lines, "", f"{found}; {skipped} of {len(self.checks)} checks skipped."])
+        found = counted(len(self.findings), "finding") if self.findings else "Nothing stands in the way"
+        found += f", {counted(len(self.warnings), 'warning')}" if self.warnings else ""
+        return "\n".join([*lines, "", f"{found}; {skipped} of {counted(len(self.checks), 'check')} skipped."])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,6 +66,22 @@ class Subject:
         """Number of nodes."""
         return int(self.trainer.get("num_nodes") or 1)
 
+    @property
+    def data_parallel_ranks(self) -> int | None:
+        """Ranks with rows of their own; None where only the machine that is meant knows.
+
+        Raises:
+            FieldError: the strategy is refused.
+            Skipped: it was refused before.
+        """
+        sp_size = int(getattr(self.build("strategy"), "sequence_parallel_size", 1))
+        return None if self.devices is None else max(1, self.devices * self.nodes // sp_size)
+
+    def part_settings(self, section: str) -> Mapping[str, Any]:
+        """The settings of the class of a section, without its name."""
+        found = self.settings.get(section) or {}
+        return (found.get("init_args") or {}) if isinstance(found, Mapping) else {}
+
     def build(self, part: str) -> Any:
         """Build a part, the model by its shapes alone. What fails is told by the first check that asks for it.
 
@@ -118,9 +134,12 @@ class Subject:
 
     def callback(self, name: str) -> Mapping[str, Any] | None:
         """Settings of a callback of the Trainer by its class name, None if it is not listed."""
+        return next((settings for known, settings in self.callbacks() if known == name), None)
+
+    def callbacks(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Class name and settings of each callback of the Trainer that is listed."""
         callbacks = self.trainer.get("callbacks") or []
         for entry in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
             path = entry.get("class_path") if isinstance(entry, Mapping) else entry
-            if str(path).rpartition(".")[2] == name:
-                return (entry.get("init_args") or {}) if isinstance(entry, Mapping) else {}
-        return None
+            settings = (entry.get("init_args") or {}) if isinstance(entry, Mapping) else {}
+            yield str(path).rpartition(".")[2], settings

@@ -32,6 +32,7 @@ from lightning_longctx.tools.doctor.options import DoctorOptions, read_options
 from lightning_longctx.tools.doctor.reference import Reference, ReferenceStep
 from lightning_longctx.tools.doctor.report import REPORT, DoctorReport, model_name
 from lightning_longctx.tools.output import make_folders, write_json
+from lightning_longctx.units import counted
 
 __all__ = ["main"]
 
@@ -65,11 +66,14 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="longctx-doctor-") as name:
         folder = Path(name)
-        for world_size in sorted({group.world_size for group in groups}):
+        sizes = sorted({group.world_size for group in groups})
+        worlds = ", ".join(map(str, sizes))
+        print(f"{counted(len(groups), 'random layout')}, in worlds of {worlds}: a minute or two.", file=sys.stderr)
+        for world_size in sizes:
             began = perf_counter()
             run_world(["doctor", *words, "--as-rank", name], world_size, folder, options.timeout)
             findings += [Finding(**found) for found in json.loads(_findings(folder, world_size).read_text())]
-            print(f"{world_size} process(es): {perf_counter() - began:.0f} s", file=sys.stderr)
+            print(f"{counted(world_size, 'process')}: {perf_counter() - began:.0f} s", file=sys.stderr)
     report = DoctorReport(_facts(subject, options), findings, perf_counter() - start)
     print(report.to_text())
     (options.folder / "doctor.md").write_text(f"{report.to_text()}\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_longctx.tools.doctor.compare import Finding
 from lightning_longctx.tools.output import markdown_table
+from lightning_longctx.units import counted
 
 __all__ = ["REPORT", "DoctorReport", "model_name", "parity_line"]
 
@@ -52,9 +53,9 @@ class DoctorReport:
         facts = self.facts
         layouts = sum(finding.layouts for finding in self.findings if finding.check == "gradients")
         lines = [
-            f"# longctx doctor: {facts['model']} ({facts['size']}, {facts['parameters']:,} parameters)",
+            f"# longctx doctor: {facts['model']} ({facts['size']}, {counted(facts['parameters'], 'parameter')})",
             "",
-            f"Reference: {facts['reference']}. {layouts} random layouts, seed {facts['seed']}, "
+            f"Reference: {facts['reference']}. {counted(layouts, 'random layout')}, seed {facts['seed']}, "
             f"tolerance {facts['tolerance']:g}, float32, {self.seconds:.0f} s.",
             "",
             *markdown_table(_HEAD, map(_row, self._fits())),
@@ -75,10 +76,10 @@ class DoctorReport:
 
     def _verdict(self) -> str:
         ties = sum(finding.verdict == "tie" for finding in self.findings)
-        tied = f" {ties} near-tie(s) of routing were counted as such." if ties else ""
+        tied = f" {counted(ties, 'near-tie')} of routing counted as such." if ties else ""
         if not self.faults:
             return f"No fault: every layout gives what the reference gives.{tied}"
-        return f"{len(self.faults)} fault(s).{tied}"
+        return f"{counted(len(self.faults), 'fault')}.{tied}"
 
 
 def model_name(module: Any) -> str:
@@ -104,9 +105,9 @@ def parity_line(path: Path, model: str) -> str | None:
     worst = max(gradients, key=_size, default=None)
     faults = len(DoctorReport(facts, findings, 0.0).faults)
     error = "" if worst is None or worst.error is None else f", largest gradient error {worst.error:.1e}"
-    found = f"{faults} fault(s)" if faults else "no fault"
+    found = counted(faults, "fault") if faults else "no fault"
     layouts = sum(finding.layouts for finding in gradients)
-    return f"Doctor: {model} ({facts['size']}) in {layouts} layout(s): {found}{error} ({path})."
+    return f"Doctor: {model} ({facts['size']}) in {counted(layouts, 'layout')}: {found}{error} ({path})."
 
 
 def _row(findings: Sequence[Finding]) -> tuple[str, ...]:
@@ -124,7 +125,7 @@ def _row(findings: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def _sentence(finding: Finding) -> str:
-    place = f"{finding.world_size} process(es), sequence_parallel_size {finding.sp_size}"
+    place = f"{counted(finding.world_size, 'process')}, sequence_parallel_size {finding.sp_size}"
     error = "" if finding.error is None else f" {finding.error:.1e} at `{finding.where}`"
     note = f": {finding.note}" if finding.note else ""
     return f"- {finding.verdict}: {finding.check}{error} ({place}, accumulate {finding.accumulate}){note}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeAlias
 
 import yaml
@@ -17,7 +19,7 @@ from lightning_longctx.tools.plan.plot import check_plot, save_plot
 from lightning_longctx.tools.plan.reading import Run, read_run
 from lightning_longctx.tools.plan.report import PlanReport, Variant
 from lightning_longctx.tools.plan.search import Planner, all_changes, combine, last_of_each, nested
-from lightning_longctx.units import GIB
+from lightning_longctx.units import GIB, counted
 
 __all__ = ["main", "plan"]
 
@@ -25,6 +27,8 @@ Tell: TypeAlias = Callable[[str], object]
 
 _INT32 = 2**31 - 1
 _STRATEGY = "trainer.strategy"
+# So many seconds without a line are long for somebody who waits.
+_SILENCE = 2.0
 
 
 def main(words: Sequence[str], read: ReadConfiguration) -> int:
@@ -45,8 +49,10 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     check_plot(plot)
     files = {"--plot": plot, "--json": options.json, "--write": options.write}
     make_folders({"--out": options.folder, **{flag: file and file.parent for flag, file in files.items()}})
+    tell = partial(print, file=sys.stderr)
+    tell("Reading the configuration, and building the model by its shapes.")
     run = read_run(read(rest), options)
-    report, switches = plan(run, options, tell=partial(print, file=sys.stderr))
+    report, switches = plan(run, options, tell=tell)
     print(report.to_text())
     (options.folder / "plan.md").write_text(report.to_text(), encoding="utf-8")
     write_json(options.json, report.to_plain())
@@ -54,6 +60,7 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
         options.write.write_text(_as_yaml(switches, run), encoding="utf-8")
     save_plot(plot, report.variants, options.device_gb)
     print(f"Table in {options.folder}, plot in {plot}.")
+    print(_next(rest, options, switches))
     return 0 if report.fits else 1
 
 
@@ -63,20 +70,23 @@ def plan(run: Run, options: PlanOptions, tell: Tell | None = None) -> tuple[Plan
     Args:
         run: what is configured.
         options: ``device_gb``, ``host_gb``, ``write`` and ``brief`` are read.
-        tell: called with a line after each variant; None for silence.
+        tell: called with a line at the beginning of each stage, and every few seconds; None for silence.
 
     Returns:
         The report, and the fewest switches that make it fit: none where it fits already, None where nothing helps.
     """
     host = None if options.host_gb is None else int(options.host_gb * GIB)
-    planner = Planner(run, int(options.device_gb * GIB), host)
+    progress = _Progress(tell)
+    planner = Planner(run, int(options.device_gb * GIB), host, progress.simulated)
     variants: list[Variant] = []
-    for name, settings in _variants(run.settings):
+    wanted = _variants(run.settings)
+    for number, (name, settings) in enumerate(wanted, 1):
+        progress.begin(f"{name} ({number} of {len(wanted)})")
         peaks = planner.peaks(settings)
         longest = None if options.brief else planner.longest(settings)
         variants.append(Variant(name, peaks, planner.shortage(peaks) <= 0, longest))
-        if tell is not None:
-            tell(f"Simulated: {name}.")
+    if not variants[0].fits:
+        progress.begin("the fewest switches that make it fit")
     switches = planner.smallest_fit(run.settings)
     facts = {
         "parameters": sum(parameter.numel() for parameter in run.template.parameters()),
@@ -90,6 +100,41 @@ def plan(run: Run, options: PlanOptions, tell: Tell | None = None) -> tuple[Plan
         "smallest_fit": None if switches is None else [switch.name for switch in switches],
     }
     return PlanReport(facts, variants, _advice(switches), _notes(run, variants)), switches
+
+
+class _Progress:
+    """Lines for somebody who waits: each stage as it begins, and within it how many steps were simulated by now."""
+
+    def __init__(self, tell: Tell | None) -> None:
+        self._tell = tell or (lambda line: None)
+        self._simulated = 0
+        self._told = perf_counter()
+
+    def begin(self, stage: str) -> None:
+        """Tell what comes."""
+        self._say(f"Simulating: {stage}.")
+
+    def simulated(self) -> None:
+        """Count a simulated step, and tell it if nothing was told for a while."""
+        self._simulated += 1
+        if perf_counter() - self._told >= _SILENCE:
+            self._say(f"  ... {counted(self._simulated, 'step')} simulated so far")
+
+    def _say(self, line: str) -> None:
+        self._tell(line)
+        self._told = perf_counter()
+
+
+def _next(words: Sequence[str], options: PlanOptions, switches: Sequence[Switch] | None) -> str:
+    """What to do with the plan, as a command."""
+    given = shlex.join(words)
+    if switches is None:
+        return "Next: a shorter row (--max-seq-len 64K) or more devices (--devices 8), and plan again."
+    if not switches:
+        return f"Next: `longctx check {given} --device-gb {options.device_gb:g}`, which does all of a start but train."
+    if options.write is not None:
+        return f"Next: `longctx fit {given} --config {options.write}`, which switches these on."
+    return "Next: the same command with `--write fits.yaml`, then `longctx fit " + f"{given} --config fits.yaml`."
 
 
 def _variants(settings: MemorySettings) -> list[tuple[str, MemorySettings]]:
@@ -116,19 +161,21 @@ def _notes(run: Run, variants: Sequence[Variant]) -> list[str]:
     if settings.heads is not None:
         sizes = possible_sp_sizes(settings.world_size, settings.heads, settings.data_parallel_replicate_size)
         notes.append(
-            f"{settings.heads} query heads on {settings.world_size} device(s): sequence_parallel_size {sizes}."
+            f"{counted(settings.heads, 'query head')} on {counted(settings.world_size, 'device')}:"
+            f" sequence_parallel_size {sizes}."
         )
     positions = getattr(getattr(run.template, "config", None), "max_position_embeddings", None)
     if positions is not None and positions < max(tokens, *(variant.longest or 0 for variant in variants)):
         notes.append(
-            f"The model has {positions:,} positions: documents longer than that need `max_position_embeddings`."
+            f"The model has {counted(positions, 'position')}: documents longer than that need"
+            " `max_position_embeddings`."
         )
     for variant in variants[:1]:
         elements, shape = variant.peaks.largest
         over = "more than" if elements > _INT32 else "within"
         notes.append(
-            f"The largest tensor, {list(shape)}, has {elements:,} elements: {over} the {_INT32:,} that kernels with"
-            " 32-bit indices can address."
+            f"The largest tensor, {list(shape)}, has {counted(elements, 'element')}: {over} the {_INT32:,} that kernels"
+            " with 32-bit indices can address."
         )
     notes += [
         f"Left out: `{name}`, which finds nothing to act on in this model."

@@ -9,7 +9,7 @@ from lightning_longctx.tools.output import markdown_table
 from lightning_longctx.tools.plan.peaks import Peaks
 from lightning_longctx.tools.plan.search import MARGIN_BYTES, MARGIN_SHARE, with_margin
 from lightning_longctx.tools.plan.storages import CATEGORIES
-from lightning_longctx.units import GIB
+from lightning_longctx.units import GIB, counted
 
 __all__ = ["PlanReport", "Variant"]
 
@@ -93,8 +93,9 @@ class PlanReport:
         lines = [
             "# longctx plan",
             "",
-            f"{facts['parameters']:,} parameters, rows of {facts['tokens']:,} tokens, {facts['world_size']} device(s)"
-            f" of {device:g} GiB, sequence_parallel_size {facts['sequence_parallel_size']}, {facts['precision']}.",
+            f"{counted(facts['parameters'], 'parameter')}, rows of {counted(facts['tokens'], 'token')},"
+            f" {counted(facts['world_size'], 'device')} of {device:g} GiB,"
+            f" sequence_parallel_size {facts['sequence_parallel_size']}, {facts['precision']}.",
             f"Switched on: {', '.join(facts['switched_on']) or 'nothing'}.",
             "",
             f"It {verdict}: {needed:.1f} GiB with margin of {device:g} GiB, set by the {configured.peaks.binding}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -50,10 +50,14 @@ class Planner:
         run: the configured one.
         device_bytes: memory of a device.
         host_bytes: memory of a node; None if it is not judged.
+        watch: called after each simulation, of which a search makes dozens; None for nobody.
     """
 
-    def __init__(self, run: Run, device_bytes: int, host_bytes: int | None = None) -> None:
+    def __init__(
+        self, run: Run, device_bytes: int, host_bytes: int | None = None, watch: Callable[[], object] | None = None
+    ) -> None:
         self.run = run
+        self._watch = watch
         self.device_bytes, self.host_bytes = device_bytes, host_bytes
         self._known: dict[tuple[str, int], Peaks] = {}
 
@@ -70,6 +74,8 @@ class Planner:
         if key not in self._known:
             step = replace(self.run.step, tokens=length)
             self._known[key] = phase_peaks(self.run.template, settings, step)
+            if self._watch is not None:
+                self._watch()
         return self._known[key]
 
     def shortage(self, peaks: Peaks) -> int:

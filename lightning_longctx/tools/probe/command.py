@@ -22,6 +22,7 @@ from lightning_longctx.tools.probe.report import ProbeReport
 from lightning_longctx.tools.probe.show import decoder_of, describe_row
 from lightning_longctx.tools.probe.streams import MeasuredRows, Stream, read_streams
 from lightning_longctx.topology import Topology
+from lightning_longctx.units import counted
 
 __all__ = ["complete_tokenizer", "main", "probe"]
 
@@ -84,12 +85,17 @@ def probe(
         Topology(rank * sp_size, dp_size * sp_size, rank, dp_size, sp_size=sp_size) for rank in range(dp_size)
     ]
     measured: list[list[Stream]] = []  # by seed
+    if tell is not None:
+        rows_each = counted(options.micro_batches, "row")
+        tell(f"Reading documents for {rows_each} on each of {counted(dp_size, 'rank')}.")
     for seed in options.seeds or (None,):
         start = perf_counter()
         measured.append(read_streams(data, topologies, seed, options.micro_batches, 0 if measured else options.show))
         _check_rows(measured[-1])
         if tell is not None:
-            tell(f"Seed {measured[-1][0].seed}: {dp_size} rank(s) read in {perf_counter() - start:.1f} s.")
+            tell(f"Seed {measured[-1][0].seed}: {counted(dp_size, 'rank')} read in {perf_counter() - start:.1f} s.")
+    if tell is not None:
+        tell("Letting the other buffer policies choose from the same documents.")
     rows = _configured(data, topologies[0])
     settings, first = rows.settings, measured[0][0]
     policies = _compare(data, measured, rows, options.micro_batches)

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_longctx.tools.output import markdown_table
 from lightning_longctx.tools.probe.measures import Bucket, FirstRow, PolicyFigures, RankFigures
+from lightning_longctx.units import counted
 
 __all__ = ["ProbeReport"]
 
@@ -60,15 +61,14 @@ class ProbeReport:
     def to_text(self) -> str:
         """The report as Markdown that is readable in a terminal."""
         facts = self.facts
-        sizes = (
-            f"rows of {facts['max_tokens_per_batch']:,} tokens, {facts['data_parallel_ranks']} data-parallel rank(s)"
-        )
+        sizes = f"rows of {counted(facts['max_tokens_per_batch'], 'token')}"
+        sizes += f", {counted(facts['data_parallel_ranks'], 'data-parallel rank')}"
         seeds = ", ".join(map(str, facts["seeds"]))
         lines = [
             "# longctx probe",
             "",
             f"{sizes}, sequence_parallel_size {facts['sequence_parallel_size']}, "
-            f"{facts['micro_batches']} micro-batches a rank, seed {seeds}.",
+            f"{counted(facts['micro_batches'], 'micro-batch')} a rank, seed {seeds}.",
             f"Measured: {self.policies[0].gate}. The other policies chose from the lengths that were read.",
             "",
             "## Policies",
@@ -99,10 +99,12 @@ class ProbeReport:
             )
         tails = sum(rank.tail_rows for rank in measured.ranks)
         if tails:
-            remarks.append(f"The documents ended: {tails} rows were made of what was left, and are no steady rows.")
+            remarks.append(f"The documents ended: {counted(tails, 'row')} made of what was left, no steady ones.")
         least, most = (pick(rank.rows for rank in measured.ranks) for pick in (min, max))
         if least != most:
-            remarks.append(f"Ranks gave {least} to {most} rows: a run stops, or pads, at the first that ends.")
+            remarks.append(
+                f"Ranks gave {least} to {counted(most, 'row')}: a run stops, or pads, at the first that ends."
+            )
         if any(policy.documents is None and not policy.refused for policy in self.policies):
             remarks.append("To compare all policies, read more documents: raise --micro-batches.")
         return [f"- {remark}" for remark in remarks]
@@ -147,7 +149,7 @@ def _policy_row(policy: PolicyFigures, measured: PolicyFigures) -> tuple[str, ..
         return (policy.name, f"refused: {policy.refused}")
     if policy.documents is None:
         read = min(rank.documents for rank in policy.ranks if not rank.rows)
-        return (policy.name, f"no first row on some rank within the {read:,} documents that were read there")
+        return (policy.name, f"no first row on some rank within the {counted(read, 'document')} that were read there")
     same = [rank.choice for rank in policy.ranks] == [rank.choice for rank in measured.ranks]
     return (
         policy.name,

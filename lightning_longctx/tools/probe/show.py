@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_longctx.batch import IGNORE_INDEX, PackedBatch
 from lightning_longctx.datamodules.tokenizers import END_OF_DOCUMENT, bytes_tokenizer
+from lightning_longctx.units import counted
 
 __all__ = ["decoder_of", "describe_row"]
 
@@ -54,10 +55,10 @@ def describe_row(row: PackedBatch, decode: Decode, source_names: Sequence[str]) 
     trained = int((row["shift_labels"] != IGNORE_INDEX).sum())
     padding = int((row["source_ids"] < 0).sum())
     real = sum(source >= 0 for source, _ in keys)
-    lines = [f"{bounds[-1]:,} tokens; documents: {real:,}, trained tokens: {trained:,}, padding: {padding:,}"]
+    lines = [f"{counted(bounds[-1], 'token')}; documents: {real:,}, trained tokens: {trained:,}, padding: {padding:,}"]
     for index in _ends(range(len(keys)), _DOCUMENTS):
         if index is None:
-            lines.append(f"  ... {len(keys) - _DOCUMENTS - _DOCUMENTS // 3:,} more documents ...")
+            lines.append(f"  ... {counted(len(keys) - _DOCUMENTS - _DOCUMENTS // 3, 'more document')} ...")
             continue
         start, stop = bounds[index], bounds[index + 1]
         source, number = keys[index]
@@ -79,7 +80,7 @@ def _document(ids: list[int], labels: list[int], decode: Decode) -> Iterator[str
         position += length
     for run in _ends(runs, _RUNS):
         if run is None:
-            yield f"|   ... {len(runs) - _RUNS - _RUNS // 3:,} more runs ..."
+            yield f"|   ... {counted(len(runs) - _RUNS - _RUNS // 3, 'more run')} ..."
             continue
         kind, tokens = run
         yield f"|   {'trained ' if kind else 'not trained':12}{len(tokens):>9,}  {_abbreviated(tokens, decode)}"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lightning_longctx.tools.report.html import Markup, join, tag
 from lightning_longctx.tools.report.numbers import decades, pleasant_ticks, short, whole
 from lightning_longctx.tools.report.series import Curve, Series, thinned
+from lightning_longctx.units import counted
 
 __all__ = ["COLOURS", "Line", "chart", "sparkline"]
 
@@ -98,7 +99,7 @@ def chart(title: str, note: str, lines: Sequence[Line], percent: bool = False, w
     scale = "logarithmic scale" if up.log else ""
     band = "" if all(curve.whole for curve in curves) else "line: mean, shade: smallest to largest"
     bad = sum(len(line.series.bad_steps) for line in shown)
-    lost = f"{whole(bad)} values are no number (red)" if bad else ""
+    lost = f"{counted(bad, 'value')} no number (red)" if bad else ""
     small = "; ".join(part for part in (note, scale, band, lost) if part)
     return tag(
         "figure",

@@ -12,6 +12,7 @@ import numpy as np
 from lightning_longctx.tools.report.numbers import duration, short, whole
 from lightning_longctx.tools.report.run import Run
 from lightning_longctx.tools.report.series import Series
+from lightning_longctx.units import counted
 
 __all__ = ["Fact", "facts_of", "findings_of", "training_seconds"]
 
@@ -46,7 +47,9 @@ def findings_of(run: Run) -> list[str]:
     for key in ("train/loss", "val/loss"):
         bad = run.get(key).bad_steps
         if len(bad):
-            found.append(f"{key} is no number at step {whole(int(bad[0]))} ({whole(len(bad))} logged values in all).")
+            found.append(
+                f"{key} is no number at step {whole(int(bad[0]))} ({counted(len(bad), 'logged value')} in all)."
+            )
     return found
 
 
@@ -119,7 +122,7 @@ def _data(run: Run) -> Iterator[Fact]:
     packed, padding, fill = run.get("data/tokens_packed"), run.get("data/tokens_padding"), run.get("data/source_fill")
     if len(packed) and len(padding) and packed.last + padding.last > 0:
         share = packed.last / (packed.last + padding.last)
-        note = f"{whole(padding.last)} tokens of padding"
+        note = f"{counted(padding.last, 'token')} of padding"
         yield Fact("source_fill", "Source fill", share, _percent(share), note)
     elif len(fill.finite):
         mean = float(fill.finite.values.mean())
@@ -145,10 +148,12 @@ def _rest(run: Run) -> Iterator[Fact]:
         saves = len(np.unique(np.concatenate([series.steps for series in stalls.values()])))
         seconds = training_seconds(run)
         share = f"; {100 * lost / seconds:.2g} % of training" if seconds else ""
-        yield Fact("checkpoint_stall_s", "Waited for checkpoints", lost, duration(lost), f"{whole(saves)} saves{share}")
+        yield Fact(
+            "checkpoint_stall_s", "Waited for checkpoints", lost, duration(lost), f"{counted(saves, 'save')}{share}"
+        )
     worst, dead = run.get("moe/max_vio"), run.get("moe/dead_experts")
     if len(worst):
-        note = f"of the worst layer, last window; {whole(dead.last)} experts without a token" if len(dead) else ""
+        note = f"of the worst layer, last window; {counted(dead.last, 'expert')} without a token" if len(dead) else ""
         yield Fact("max_vio", "Busiest expert", worst.last, f"{worst.last + 1:.3g} x its share", note)
 
 

@@ -10,6 +10,7 @@ from lightning_longctx.tools.report.html import Markup, join, tag
 from lightning_longctx.tools.report.run import Run
 from lightning_longctx.tools.report.sections import sections_of
 from lightning_longctx.tools.report.setup import setup_of
+from lightning_longctx.units import counted
 
 __all__ = ["page_of"]
 
@@ -25,7 +26,11 @@ def page_of(runs: Sequence[Run], version: str) -> str:
         version: of this package, for the foot.
     """
     sections = sections_of(runs)
-    title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{runs[0].name} and {len(runs) - 1} more runs"
+    title = (
+        " and ".join(run.name for run in runs)
+        if len(runs) < 3
+        else f"{runs[0].name} and {counted(len(runs) - 1, 'more run')}"
+    )
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

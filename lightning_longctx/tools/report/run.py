@@ -16,6 +16,7 @@ from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.report.metrics import read_metrics
 from lightning_longctx.tools.report.routers import ExpertLoad, read_expert_load
 from lightning_longctx.tools.report.series import Series
+from lightning_longctx.units import counted
 
 __all__ = ["Run", "read_runs"]
 
@@ -125,7 +126,9 @@ def _no_metrics(path: Path) -> ConfigurationError:
         return ConfigurationError(str(path), rule, "a file" if path.is_file() else "no such directory", fix)
     below = sorted(_below(path), key=lambda file: file.stat().st_mtime)
     if below:
-        return ConfigurationError(str(path), rule, f"{len(below)} runs", f"Did you mean {below[-1].parent}?")
+        return ConfigurationError(
+            str(path), rule, f"{counted(len(below), 'run')} below it", f"Did you mean {below[-1].parent}?"
+        )
     names = sorted(os.listdir(path))
     got = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
     fix = "CSVLogger writes it, at `flush_logs_every_n_steps` and at the end; add it to `trainer.logger`."

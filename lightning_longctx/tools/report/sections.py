@@ -17,6 +17,7 @@ from lightning_longctx.tools.report.kept import kept_checkpoints
 from lightning_longctx.tools.report.missing import missing_parts
 from lightning_longctx.tools.report.numbers import duration, short, whole
 from lightning_longctx.tools.report.run import Run
+from lightning_longctx.units import counted
 
 __all__ = ["sections_of"]
 
@@ -199,7 +200,7 @@ def _others(runs: Sequence[Run], prefixes: Sequence[str]) -> Markup | None:
     drawn, left = other_charts(runs, known)
     if not drawn:
         return None
-    note = tag("p", f"{whole(left)} further keys are in metrics.csv.", class_="note") if left else None
+    note = tag("p", f"{counted(left, 'further key')} in metrics.csv.", class_="note") if left else None
     return join(_figures(drawn), note)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_longctx.tools.report.numbers import whole
 from lightning_longctx.tools.report.run import Run
+from lightning_longctx.units import counted
 
 __all__ = ["setup_of"]
 
@@ -26,7 +26,7 @@ def _model(run: Run) -> Iterator[str]:
         yield model
     window = run.setting("data", "max_seq_len")
     if isinstance(window, int):
-        yield f"{whole(window)} tokens a document"
+        yield f"{counted(window, 'token')} a document"
 
 
 def _devices(run: Run) -> Iterator[str]:
@@ -41,7 +41,7 @@ def _devices(run: Run) -> Iterator[str]:
     if accelerator and devices and devices != "auto":
         nodes = run.setting("trainer", "num_nodes")
         yield f"{accelerator} x {devices}" + (
-            f" on each of {nodes} nodes" if isinstance(nodes, int) and nodes > 1 else ""
+            f" on each of {counted(nodes, 'node')}" if isinstance(nodes, int) and nodes > 1 else ""
         )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import multiprocessing.process
 import os
 import shutil
@@ -22,56 +20,13 @@ import yaml
 from lightning_longctx.checkpoint.discovery import scan
 from lightning_longctx.cli import main
 from lightning_longctx.tools.check import machine, run, subject
-from lightning_longctx.tools.check.command import CHECKS
 from lightning_longctx.tools.plan.command import plan
 from lightning_longctx.tools.plan.options import PlanOptions
 from lightning_longctx.tools.plan.reading import read_run
+from tests.tools.check.helpers import CONFIG, changed, check, findings
 from tests.tools.plan.helpers import TINY
 
 GIB = 2**30
-CONFIG: dict[str, Any] = {
-    "ckpt_path": "last",
-    "trainer": {
-        "accelerator": "cpu",
-        "devices": 2,
-        "max_steps": 2,
-        "enable_progress_bar": False,
-        "strategy": {"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 2}},
-        "callbacks": ["AsyncDCPCheckpoint"],
-    },
-    "model": {"config": {**TINY, "num_hidden_layers": 2}},
-    "data": {"max_seq_len": 64, "loading": {"shuffle": False, "num_workers": 2}, "sources": {"a": "texts/*.txt"}},
-}
-
-
-@pytest.fixture(autouse=True)
-def _texts() -> None:
-    Path("texts").mkdir()
-    for number in range(4):
-        Path(f"texts/{number}.txt").write_text(f"document {number}: {'words ' * number}")
-
-
-def changed(**sections: dict[str, Any]) -> dict[str, Any]:
-    config = copy.deepcopy(CONFIG)
-    for name, changes in sections.items():
-        config[name].update(changes)
-    return config
-
-
-def check(config: dict[str, Any], *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Run; return the exit code and the checks by name."""
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    code = main(["check", "--config", "run.yaml", "--json", "found/check.json", *words])
-    found = json.loads(Path("found/check.json").read_text())
-    checks = {one["name"]: one for one in found["checks"]}
-    assert list(checks) == ["configuration", *CHECKS]
-    assert found["findings"] == sum(one["verdict"] == "finding" for one in checks.values())
-    assert code == (1 if found["findings"] else 0)
-    return code, checks
-
-
-def findings(checks: dict[str, dict[str, Any]]) -> list[str]:
-    return [name for name, one in checks.items() if one["verdict"] == "finding"]
 
 
 @pytest.fixture
@@ -91,7 +46,7 @@ def test_a_run_that_nothing_stands_in_the_way_of(capsys: pytest.CaptureFixture[s
     assert [name for name, one in checks.items() if one["verdict"] == "skipped"] == ["memory"]
     table = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in table[:-2]] == ["check", *checks]
-    assert table[-1] == "Nothing stands in the way; 1 of 11 checks skipped."
+    assert table[-1] == "Nothing stands in the way; 1 of 14 checks skipped."
     assert checks["sizes"]["data_parallel"] == 1
     assert "8 heads" in checks["sizes"]["text"]
     assert checks["sources"]["sources"] == {"a": 4}
@@ -105,7 +60,7 @@ def test_the_first_row_is_that_of_the_first_rank() -> None:
     assert [document["tokens"] for document in row["documents"]] == [13, 19, 31]
     assert row["documents"][1] == {"source": "a", "number": 1, "tokens": 19}
     assert row["fill"] == 63 / 64
-    assert f"{row['read']} document(s) read" in row["text"]
+    assert f"{row['read']} documents read" in row["text"]
 
 
 def test_one_finding_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +85,7 @@ def test_data_that_is_not_there_is_told_once() -> None:
 
 
 def test_a_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    access = SimpleNamespace(access=lambda path, mode: not path.endswith("2.txt"), R_OK=os.R_OK)
+    access = SimpleNamespace(access=lambda path, mode: not path.endswith("2.txt"), R_OK=os.R_OK, path=os.path)
     monkeypatch.setattr(run, "os", access)  # permissions do not stop an administrator
     _, checks = check(CONFIG)
     assert findings(checks) == ["sources"]
@@ -142,14 +97,14 @@ def test_documents_that_make_no_row() -> None:
     config = changed(data={"packing": packing, "loading": {"drop_last": True}})
     _, checks = check(config)
     assert findings(checks) == ["first row"]
-    assert "must give the first rank a row, but got 4 document(s)" in checks["first row"]["text"]
+    assert "must give the first rank a row, but got 4 documents" in checks["first row"]["text"]
 
 
 def test_token_ids_that_the_model_lacks() -> None:
     ids = [{"input_ids": [1, 2, 300]}] * 30
     _, checks = check(changed(data={"sources": {"a": {"records": ids, "format": "tokens"}}}))
     assert findings(checks) == ["first row"]
-    assert "token id 300" in checks["first row"]["text"]
+    assert "token ids below 264, the model's vocabulary, but got 300" in checks["first row"]["text"]
 
 
 @pytest.mark.slow
@@ -242,11 +197,11 @@ def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_device_gib", lambda _: 80.0)
     _, checks = check(changed(trainer={"accelerator": "gpu"}))
     assert findings(checks) == ["devices"]
-    assert "asks for 2 accelerator(s), but got 1 on this machine" in checks["devices"]["text"]
+    assert "asks for 2 accelerators, but got 1 on this machine" in checks["devices"]["text"]
     assert checks["memory"]["verdict"] == "fine"
     strategy = {"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 1}}
     code, checks = check(changed(trainer={"accelerator": "gpu", "devices": "auto", "strategy": strategy}))
-    assert (code, checks["devices"]["text"]) == (0, "1 of 1 accelerator(s)")
+    assert (code, checks["devices"]["text"]) == (0, "1 of 1 accelerator")
 
 
 @pytest.mark.slow

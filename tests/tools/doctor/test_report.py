@@ -65,8 +65,8 @@ def test_a_fault_names_what_deviates_and_where() -> None:
     report = report_of(finding("gradients", 0.25, "fault", where="layers.1.q"), finding("loss", 1e-8))
     text = report.to_text()
     assert cells([line for line in text.splitlines() if line.startswith("|")][-1])[-1] == "fault"
-    assert "- fault: gradients 2.5e-01 at `layers.1.q` (4 process(es), sequence_parallel_size 2, accumulate 3)" in text
-    assert text.splitlines()[-1] == "1 fault(s)."
+    assert "- fault: gradients 2.5e-01 at `layers.1.q` (4 processes, sequence_parallel_size 2, accumulate 3)" in text
+    assert text.splitlines()[-1] == "1 fault."
     assert report.to_plain()["findings"][0]["where"] == "layers.1.q"
 
 
@@ -75,6 +75,6 @@ def test_ties_and_what_was_skipped_are_told_and_are_no_faults() -> None:
         finding("gradients", 0.25, "tie"), finding("isolation", None, "skipped", note="returns no losses")
     )
     text = report.to_text()
-    assert "- skipped: isolation (4 process(es), sequence_parallel_size 2, accumulate 3): returns no losses" in text
-    assert "1 near-tie(s) of routing were counted as such" in text
+    assert "- skipped: isolation (4 processes, sequence_parallel_size 2, accumulate 3): returns no losses" in text
+    assert "1 near-tie of routing counted as such" in text
     assert report.faults == []

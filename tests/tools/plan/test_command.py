@@ -12,6 +12,8 @@ import yaml
 from lightning_longctx.cli import main
 from lightning_longctx.cli.parts import read_words
 from lightning_longctx.strategies.memory import settings_of
+from lightning_longctx.tools.plan import command
+from lightning_longctx.tools.plan.options import PlanOptions
 from tests.contracts.source import ROOT
 from tests.tools.plan.helpers import TINY
 
@@ -42,7 +44,10 @@ def test_a_run_that_does_not_fit_and_its_remedy(capsys: pytest.CaptureFixture[st
     _config()
     code, found = _plan("--device-gb", "2.2", "--write", "found/fits.yaml")
     assert code == 1
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
+    assert "Simulating: as configured (1 of " in told
+    assert "Simulating: the fewest switches that make it fit." in told
+    assert text.splitlines()[-1].startswith("Next: `longctx fit --config run.yaml --config found/fits.yaml`")
     assert "It does not fit" in text
     assert "| backward " in text
     assert text.startswith(Path("runs/plan/plan.md").read_text())
@@ -117,3 +122,28 @@ def test_what_cannot_be_planned_is_told_in_one_line(capsys: pytest.CaptureFixtur
     assert "must be LongContextFSDPStrategy, but got ddp" in _refused(capsys, "--device-gb", "80")
     _config({"class_path": "LongContextFSDPStrategy", "init_args": {"sequence_parallel_size": 3}})
     assert "must divide the number of processes" in _refused(capsys, "--device-gb", "80")
+
+
+def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search simulates dozens of steps without another word: those are counted, every few seconds."""
+    told: list[str] = []
+    progress = command._Progress(told.append)
+    progress.begin("as configured (1 of 3)")
+    progress.simulated()
+    assert told == ["Simulating: as configured (1 of 3)."]
+    monkeypatch.setattr(command, "_SILENCE", 0.0)
+    progress.simulated()
+    assert told[1:] == ["  ... 2 steps simulated so far"]
+
+
+@pytest.mark.parametrize(
+    ("switches", "write", "said"),
+    [
+        ([], None, "Next: `longctx check --config a.yaml --device-gb 80`"),
+        (None, None, "Next: a shorter row"),
+        (["full"], None, "with `--write fits.yaml`, then `longctx fit --config a.yaml --config fits.yaml`"),
+        (["full"], Path("b.yaml"), "Next: `longctx fit --config a.yaml --config b.yaml`"),
+    ],
+)
+def test_what_to_do_with_a_plan(switches: Any, write: Path | None, said: str) -> None:
+    assert said in command._next(["--config", "a.yaml"], PlanOptions(80.0, write=write), switches)
