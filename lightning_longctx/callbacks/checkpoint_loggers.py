@@ -90,7 +90,7 @@ def _continue_tensorboard(logger: TensorBoardLogger, version: int | str, step: i
     if logger._experiment is not None:
         logger._experiment.close()
     logger._experiment, logger._version = None, version
-    # Its files are never written again: readers leave out what lies before this mark and is of that step or a later one.
+    # Its files are never written again: readers leave out what is before this mark and of that step or a later one.
     # The numbers of the save itself are logged at `step`, and are not logged again.
     logger._kwargs["purge_step"] = step + 1
 
