@@ -90,9 +90,11 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0.0.0"
 
 
-def __getattr__(name: str) -> Any:
-    if name == "CausalLMModule":
-        from lightning_longctx.integrations import CausalLMModule
+if not TYPE_CHECKING:  # else any name that is misspelt would be one of type `Any`
 
-        return CausalLMModule
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "CausalLMModule":
+            from lightning_longctx.integrations import CausalLMModule
+
+            return CausalLMModule
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

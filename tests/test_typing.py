@@ -22,7 +22,7 @@ from tests.contracts.source import PACKAGE, ROOT
 SCRIPT = '''
 """What a user writes."""
 
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -42,7 +42,9 @@ from lightning_longctx import (
 )
 from lightning_longctx.datamodules import LoadingSettings, simulate_packing
 from lightning_longctx.integrations import OptimizerSettings
+from lightning_longctx.integrations import OptimizerSetings  # type: ignore[attr-defined]
 from lightning_longctx.units import ONLY_IN_THE_COPY
+from lightning_longctx import ChanelLoss  # type: ignore[attr-defined]
 
 
 class Model(LightningModule):
@@ -54,7 +56,8 @@ class Model(LightningModule):
     def training_step(self, batch: PackedBatch, batch_idx: int) -> dict[str, Tensor]:
         x: Tensor = self.embedding(batch["input_ids"])
         q = x.view(1, -1, 4, 8).transpose(1, 2)
-        x = x + ulysses_attention(q, q, q, batch).transpose(1, 2).flatten(2)
+        attended = assert_type(ulysses_attention(q, q, q, batch), Tensor)
+        x = x + attended.transpose(1, 2).flatten(2)
         out = causal_lm_loss(x, self.head.weight, batch)
         rows: int = topology_of(self.trainer).dp_size
         assert rows
@@ -78,6 +81,7 @@ anything: Any = data.counters
 copied: int = ONLY_IN_THE_COPY
 LongContextFSDPStrategy(sequence_parallel_size="two")  # type: ignore[arg-type]
 ChannelLoss(every_n_step=10)  # type: ignore[call-arg]
+ulysses_attention(1, 2, 3, {})  # type: ignore[arg-type]
 data.set_source_weights(["notes"])  # type: ignore[arg-type]
 count: str = topology_of(trainer).world_size  # type: ignore[assignment]
 '''

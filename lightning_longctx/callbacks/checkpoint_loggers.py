@@ -27,22 +27,26 @@ def logger_identities(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 
 def continue_loggers(trainer: pl.Trainer, saved: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Make the loggers go on where those of a checkpoint were, each that of its own class at its own place.
+    """Make the loggers go on where those of a checkpoint were, each where the next of its class was.
 
     Args:
         trainer: whose loggers; best before they have opened anything.
         saved: what :func:`logger_identities` gave.
-        step: the step of the checkpoint; rows of later ones are dropped from CSV, since they come again.
+        step: the step of the checkpoint; what CSV and TensorBoard have of later ones is dropped, since it comes again.
     """
-    for logger, identity in zip(trainer.loggers, saved, strict=False):
-        if identity["class"] != type(logger).__name__ or identity["version"] is None:
+    left = list(saved)
+    for logger in trainer.loggers:
+        identity = next((each for each in left if each["class"] == type(logger).__name__), None)
+        if identity is None:
             continue
+        left.remove(identity)
         version = identity["version"]
+        if version is None:
+            continue
         if isinstance(logger, CSVLogger):
             _continue_csv(logger, version, step)
         elif isinstance(logger, TensorBoardLogger):
-            if logger.version != version:
-                logger._experiment, logger._version = None, version
+            _continue_tensorboard(logger, version, step)
         elif type(logger).__name__ == "WandbLogger":
             _continue_wandb(logger, str(version))
 
@@ -89,6 +93,16 @@ def _continue_csv(logger: CSVLogger, version: int | str, step: int) -> None:
             writer = csv.DictWriter(file, fieldnames=keys)
             writer.writeheader()
             writer.writerows(rows)
+
+
+@rank_zero_only
+def _continue_tensorboard(logger: TensorBoardLogger, version: int | str, step: int) -> None:
+    if logger._experiment is not None:
+        logger._experiment.close()
+    logger._experiment, logger._version = None, version
+    # Its files are never written again: readers leave out what is before this mark and of that step or a later one.
+    # The numbers of the save itself are logged at `step`, and are not logged again.
+    logger._kwargs["purge_step"] = step + 1
 
 
 def _rows_until(rows: Sequence[dict[str, str]], step: int) -> list[dict[str, str]]:

@@ -35,7 +35,13 @@ from lightning_longctx.datamodules.sizes import (
 from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.datamodules.state import changes, gathered_state, join_states, restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
-from lightning_longctx.datamodules.trainer_settings import TrainerSettings, model_vocabulary, warn_of_cut_epoch
+from lightning_longctx.datamodules.trainer_settings import (
+    TrainerSettings,
+    begins_epoch,
+    model_vocabulary,
+    rows_to_overfit,
+    warn_of_cut_epoch,
+)
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
 from lightning_longctx.units import TokenCountLike, parse_token_count
@@ -232,7 +238,11 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
         loading = self._assembly.loading
         settings = self._training_settings()
         plan = RowPlan(settings, self._policy, self._topology, loading.on_uneven_end, loading.runtime)
-        self._loader = TrainingLoader(plan, ledger, (lambda: ledger.use(0)) if self.trainer is None else None)
+        if (trainer := self.trainer) is None:
+            self._loader = TrainingLoader(plan, ledger, lambda: ledger.use(0))
+        else:
+            same = rows_to_overfit(trainer)
+            self._loader = TrainingLoader(plan, ledger, same_rows=same, begins_epoch=lambda: begins_epoch(trainer))
         return self._loader
 
     def row_builder(
@@ -258,13 +268,9 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Note that training uses the next row: what is saved from now on no longer holds it."""
-        if (
-            self.trainer is not None
-            and self.trainer.training
-            and self._ledger is not None
-            and self._ledger.has_produced
-        ):
-            self._ledger.use(self.trainer.global_step)
+        trainer, ledger = self.trainer, self._ledger
+        if trainer is not None and trainer.training and ledger is not None and ledger.has_produced:
+            ledger.use(trainer.global_step)
             if self._to_announce:
                 self._to_announce = False
                 self._first_counters = self.counters

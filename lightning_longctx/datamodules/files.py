@@ -24,8 +24,9 @@ _JSON_LINES = {".jsonl", ".ndjson"}
 _PARQUET = {".parquet"}
 # Formats that would otherwise be read as text, silently wrong.
 _NOT_TEXT = {".7z", ".arrow", ".bin", ".bz2", ".csv", ".gz", ".json", ".npy", ".npz", ".pkl", ".pt", ".safetensors"}
-_NOT_TEXT |= {".tar", ".tgz", ".tsv", ".xz", ".zip", ".zst"}
+_NOT_TEXT |= {".idx", ".mds", ".tar", ".tgz", ".tsv", ".xz", ".zip", ".zst"}
 _CHECK = "Check the path, or leave the source out."
+_OBJECT = "Give the library's object instead of its path, in Python, such as"
 
 
 def open_sources(groups: Mapping[str, Mapping[str, Any]]) -> list[list[Source]]:
@@ -90,6 +91,10 @@ def _saved_dataset(folder: Path, field: str) -> Any:
     if (folder / "dataset_dict.json").is_file():
         fix = f"Name a split, such as {folder}/train."
         raise ConfigurationError(field, "must be one dataset", f"{folder}, which has several", fix)
+    if (folder / "index.json").is_file():
+        fix = f"{_OBJECT} litdata.StreamingDataset({str(folder)!r})."
+        got = f"{folder}, a data set of LitData or MosaicML Streaming"
+        raise ConfigurationError(field, "must be a file or a glob", got, fix)
     if not (folder / "state.json").is_file():
         fix = f"Name the files, such as {folder}/*.jsonl."
         raise ConfigurationError(field, "must be a file or a glob", f"the directory {folder}", fix)
@@ -104,8 +109,13 @@ def _saved_dataset(folder: Path, field: str) -> Any:
 def _from_files(name: str, settings: SourceSettings, field: str) -> Source:
     assert settings.path is not None
     paths = find_files(settings.path, field)
+    written = str(settings.path)
+    if not paths and Path(f"{written}.idx").is_file():
+        fix = f"{_OBJECT} IndexedDataset({written!r})."
+        raise ConfigurationError(
+            field, "must be a file or a glob", f"{written!r}, an indexed data set of Megatron", fix
+        )
     if not paths:
-        written = str(settings.path)
         fix = f"Paths start in {Path.cwd()}. {known_names(written, sorted(BUILTIN_SOURCES))}"
         raise ConfigurationError(field, "must be a built-in name, or match a file", repr(written), fix)
     suffixes = {suffix_of(path) for path in paths}
@@ -116,7 +126,9 @@ def _from_files(name: str, settings: SourceSettings, field: str) -> Source:
         return ParquetSource(name, settings, paths, field)
     refused = sorted(suffixes & (_NOT_TEXT | _JSON_LINES | _PARQUET))
     if refused:
-        fix = "Use .jsonl, .parquet or text files alone; other formats can be given as a sequence of dicts."
+        fix = (
+            "Use .jsonl, .parquet or text files alone; give others as a sequence of dicts or as their library's object."
+        )
         rule = "must be files of one kind: text, JSON lines or parquet"
         raise ConfigurationError(field, rule, f"files with {refused}", fix)
     if settings.format != "text":

@@ -48,10 +48,16 @@ class ConsumptionLedger:
         self._used = self._used.reweighted(row, weights)
         self._safe = self._used if kept else self._safe.reweighted(row, weights)
 
-    def begin(self) -> RowState:
-        """Where a new iterator must start: after the last row used, or at the next epoch if this one has no more."""
+    def begin(self, same_rows: int | None = None) -> RowState:
+        """Where a new iterator must start: after the last row used, or at the next epoch if this one has no more.
+
+        Args:
+            same_rows: how many rows every epoch repeats. Default None: none does.
+        """
         self._produced.clear()
-        if self._used.finished:
+        if same_rows is not None and (self._used.finished or self._used.rows >= same_rows):
+            self.reset(RowState(dp_rank=self._used.dp_rank, dp_size=self._used.dp_size))
+        elif self._used.finished:
             self._used = self._used.next_epoch()
         return self._used
 

@@ -7,7 +7,7 @@ loader state is one batch ahead, and the data module owns the state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -125,20 +125,46 @@ class TrainingLoader:
         plan: what to do.
         ledger: knows what was used; gets a ticket for each row.
         use_at_once: called before each row is yielded; without a Trainer it turns in the ticket.
+        same_rows: how many rows every iteration repeats, the first ones of all. Default None: none does.
+        begins_epoch: whether a pass that has nothing left is followed by the next one at once: nobody has taken a row
+            of this iteration. Default None: never, since a resume may stand right at the end.
     """
 
-    def __init__(self, plan: RowPlan, ledger: ConsumptionLedger, use_at_once: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        plan: RowPlan,
+        ledger: ConsumptionLedger,
+        use_at_once: Callable[[], None] | None = None,
+        same_rows: int | None = None,
+        begins_epoch: Callable[[], bool] | None = None,
+    ) -> None:
         self._plan = plan
         self._ledger = ledger
         self._use_at_once = use_at_once
+        self._same_rows = same_rows
+        self._begins_epoch = begins_epoch
         self._rows: RowIterator | None = None
         self._waits: deque[float] = deque(maxlen=_WAITS_KEPT)
 
     def __iter__(self) -> Iterator[PackedBatch]:
         self.close()
-        state = self._ledger.begin()
+        while True:
+            state = self._ledger.begin(self._same_rows)
+            if (yield from self._pass(state)):
+                return
+            if not state.rows:
+                fix = (
+                    "Check limits on lengths, `drop_last`, and that there are as many documents as data-parallel ranks."
+                )
+                raise DataError("data.sources", "must give at least one row an epoch", "none", fix)
+            # A limit on batches ended the epoch before with the last row of the pass.
+            if self._begins_epoch is None or not self._begins_epoch():
+                return
+
+    def _pass(self, state: RowState) -> Generator[PackedBatch, None, bool]:
+        """The rows of a pass after ``state``; whether there was one."""
         rows = self._rows = self._plan.rows(state)
-        found = state.rows > 0  # a resume may stand right at the end
+        found = False
         with closing(rows):
             while (row := self._timed(rows)) is not None:
                 found = True
@@ -148,9 +174,7 @@ class TrainingLoader:
                 yield row
             if self._rows is rows:  # not replaced meanwhile by another iterator
                 self._ledger.end(rows.counters_at_end())
-        if not found:
-            fix = "Check limits on lengths, `drop_last`, and that there are as many documents as data-parallel ranks."
-            raise DataError("data.sources", "must give at least one row an epoch", "none", fix)
+        return found
 
     def reweight(self, weights: Mapping[str, float]) -> None:
         """Mix by other weights, by source name, from the first row on that nobody plans yet; see the ledger's state."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lightning_longctx.datamodules.bad_record import text_of
+from lightning_longctx.datamodules.forking import garbage_left_alone
 from lightning_longctx.datamodules.helper_process import obey_the_parent_only
 from lightning_longctx.datamodules.packing import flatten_row, unflatten_row
 from lightning_longctx.datamodules.policies import BufferPolicy
@@ -70,7 +71,8 @@ class RowProcess:
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_serve, args=(theirs, *self._arguments), name="longctx-rows", daemon=False
         )
-        self._process.start()
+        with garbage_left_alone():
+            self._process.start()
         theirs.close()
         self._end = Finalize(self, _end, (self._process, self._connection), exitpriority=100)
 

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_longctx.datamodules.documents import DocumentReader, Draw, Pieces
+from lightning_longctx.datamodules.forking import garbage_left_alone
 from lightning_longctx.datamodules.helper_process import obey_the_parent_only
 from lightning_longctx.datamodules.mixing import Drawn, Mixer, Request
 from lightning_longctx.datamodules.reread import Reread, Rereads
@@ -73,7 +74,8 @@ class DocumentStream:
             if isinstance(source, IndexableSource):
                 len(source)  # makes its index here, once, and not in every worker
         requests = _Requests(self.mixer, self._rereads if self._num_workers else Rereads(), self._num_workers)
-        self._results = iter(_loader(_Reading(self._reader), requests, self._num_workers, self._seed))
+        with garbage_left_alone():
+            self._results = iter(_loader(_Reading(self._reader), requests, self._num_workers, self._seed))
 
     def close(self) -> None:
         """End the worker processes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_longctx.datamodules.row_state import RowState
 from lightning_longctx.datamodules.sizes import check_one_accumulation
 from lightning_longctx.units import counted
 
-__all__ = ["TrainerSettings", "model_vocabulary", "warn_of_cut_epoch"]
+__all__ = ["TrainerSettings", "begins_epoch", "model_vocabulary", "rows_to_overfit", "warn_of_cut_epoch"]
 
 # Lightning asks the loader alone. Ours has no state on purpose: the data module has it.
 _NOT_RESUMABLE = ".*your dataloader is not resumable"
@@ -87,6 +88,21 @@ def model_vocabulary(trainer: pl.Trainer | None) -> int | None:
     module = None if trainer is None else trainer.lightning_module
     vocabulary = getattr(module, "vocab_size", None)
     return vocabulary if isinstance(vocabulary, int) else None
+
+
+def begins_epoch(trainer: pl.Trainer) -> bool:
+    """Whether Lightning has no batch of its epoch yet, or all that a limit allows: then the next epoch begins."""
+    taken = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    limit = trainer.limit_train_batches
+    return taken == 0 or (isinstance(limit, int) and taken >= limit)
+
+
+def rows_to_overfit(trainer: pl.Trainer) -> int | None:
+    """How many rows ``Trainer(overfit_batches=...)`` wants to see in every epoch; None without it."""
+    if not trainer.overfit_batches:  # type: ignore[attr-defined]  # a connector sets it
+        return None
+    limit = trainer.limit_train_batches
+    return limit if isinstance(limit, int) else sys.maxsize
 
 
 def warn_of_cut_epoch(trainer: pl.Trainer | None, state: RowState) -> None:

@@ -23,7 +23,7 @@ from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations import require_transformers
 from lightning_longctx.strategies.attention import AUTO, CORES
 from lightning_longctx.strategies.refusals import LAYER_TYPES
-from lightning_longctx.strategies.ulysses import running_exchange, ulysses_attention
+from lightning_longctx.strategies.ulysses import running_exchange, ulysses_attention, untraced
 
 require_transformers()
 
@@ -96,7 +96,7 @@ def is_longctx(name: object) -> bool:
 
 
 # Opaque to a compiled block, as the exchange inside it: what it checks is Python, and rows differ in their documents.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def longctx_attention(
     module: nn.Module,
     query: Tensor,

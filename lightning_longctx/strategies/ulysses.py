@@ -10,8 +10,8 @@ counts in place of Hkv. The share (S - 1) / S of it leaves the rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,11 @@ __all__ = [
     "running_exchange",
     "set_running_exchange",
     "ulysses_attention",
+    "untraced",
 ]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Exchange:
@@ -85,8 +89,13 @@ def check_heads(heads: int, sp_size: int) -> None:
         )
 
 
+def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``torch.compiler.disable``, which would hide the types of what it decorates from users."""
+    return cast("Callable[_P, _R]", torch.compiler.disable(function))
+
+
 # Documents and collectives differ from row to row: a compiled block breaks its graph here.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def ulysses_attention(
     query: Tensor,
     key: Tensor,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.utilities.data import has_len_all_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -89,6 +89,58 @@ def test_reloading_goes_on_where_training_was(limit: int | None) -> None:
     trainer(**settings).fit(plain, data_module())
     assert module.seen == plain.seen
     assert len(_keys(module.seen)) == len(set(_keys(module.seen))) * (4 if limit is None else 1)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before")  # ours need no loader state
+def test_a_limit_that_ends_with_the_pass_leaves_no_epoch_empty(limit: int) -> None:
+    """The last row of a pass was the last one of an epoch, so the next epoch had none; a resume is no exception."""
+    module, ends = Recorder(), []
+    each = [{"input_ids": [number] * 30} for number in range(4)]  # one in a row
+    notes = LambdaCallback(on_train_epoch_end=lambda *args: ends.append(len(module.seen)))
+    every = ModelCheckpoint("steps", filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    settings = {
+        "max_epochs": 5,
+        "limit_train_batches": limit,
+        "callbacks": [notes, every],
+        "enable_checkpointing": True,
+    }
+    trainer(**settings).fit(module, data_module({"a": each}))
+    assert ends == [limit * epoch for epoch in range(1, 6)]
+    for first in range(0, 4 * (len(module.seen) // 4), 4):
+        assert sorted(_keys(module.seen[first : first + 4])) == [(0, number) for number in range(4)]
+    for step in (1, 3, 4):
+        if step == 5 * limit:
+            continue
+        again = Recorder()
+        trainer(**settings).fit(again, data_module({"a": each}), ckpt_path=f"steps/step={step}.ckpt")
+        assert again.seen == module.seen[step:], step
+
+
+@pytest.mark.parametrize(("rows", "runtime"), [(2, "main"), (2, "worker"), (1.0, "main")])
+def test_overfitting_sees_the_same_rows_in_every_epoch(rows: float, runtime: str) -> None:
+    """Each epoch went on where the one before was, and a model that cannot overfit is what the option looks for."""
+    whole, module = Recorder(), Recorder()
+    trainer().fit(whole, data_module())
+    data = data_module(runtime=runtime)
+    trainer(max_epochs=3, overfit_batches=rows).fit(module, data)
+    once = whole.seen if rows == 1.0 else whole.seen[:2]
+    assert module.seen == once * 3
+    assert data.counters["rows"] == len(once)
+    trainer(max_epochs=1, overfit_batches=rows).fit(module, data)
+    assert module.seen == once * 4, "a second fit too"
+
+
+@pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before")  # ours need no loader state
+def test_a_resume_of_overfitting_goes_on_within_the_rows() -> None:
+    module, again = Recorder(), Recorder()
+    every = ModelCheckpoint("steps", filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    settings = {"max_epochs": 2, "overfit_batches": 3, "enable_checkpointing": True}
+    trainer(callbacks=[every], **settings).fit(module, data_module())
+    for step in (2, 3, 4):
+        again.seen.clear()
+        trainer(callbacks=[every], **settings).fit(again, data_module(), ckpt_path=f"steps/step={step}.ckpt")
+        assert again.seen == module.seen[step:], step
 
 
 def test_a_second_fit_goes_on_and_repeats_nothing() -> None:

@@ -382,3 +382,38 @@ def test_context_aware_was_not_measured_in_a_worker() -> None:
         data_module(max_seq_len="512K", buffer_policy="context_aware", runtime="worker")
     with pytest.raises(ConfigurationError, match="Did you mean 'worker'"):
         data_module(runtime="workers")
+
+
+class _Garbage:
+    """Tells where it is collected, as the process groups of an earlier fit do with a crash."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.made_in = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.made_in:
+            Path("collected-in-a-child").touch()
+
+
+def _collecting(text: str) -> list[int]:
+    gc.collect()
+    return [1, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+@pytest.mark.parametrize(("runtime", "workers"), [("main", 1), ("worker", 0), ("worker", 1)])
+def test_what_the_parent_has_left_to_collect_is_not_collected_in_its_children(runtime: Any, workers: int) -> None:
+    """Two fits in one process, on several ranks: the groups of the first ended the second's workers."""
+    gc.collect()
+    gc.disable()
+    try:
+        _Garbage()
+        data = data_module(
+            {"a": [{"text": "a"}] * 3}, tokenizer=_collecting, num_workers=workers, runtime=runtime, size=2
+        )
+        assert sum(len(row["document_keys"]) for row in data.train_dataloader()) == 3
+    finally:
+        gc.enable()
+    assert not Path("collected-in-a-child").exists()
+    assert gc.get_freeze_count() == 0, "the parent collects it"

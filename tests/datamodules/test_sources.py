@@ -186,6 +186,10 @@ def test_a_second_pass_over_an_iterator_is_an_error_and_not_empty() -> None:
         ([], "at least one document"),
         (3, "must be a source"),
         (".", "must be a file or a glob"),
+        ("shards", r"must be a file or a glob, but got shards, a data set of LitData.*StreamingDataset\('shards'\)"),
+        ("tokens", r"but got 'tokens', an indexed data set of Megatron.*in Python, such as IndexedDataset\('tokens'\)"),
+        ("tokens.idx", r"files with \['\.idx'\].*as their library's object"),
+        ("shards/*.mds", r"files with \['\.mds'\]"),
         ("empty.jsonl", "at least one document"),
         ("data.parquet", r"must be parquet.*data\.parquet"),
         ("table.csv", r"files with \['\.csv'\]"),
@@ -208,7 +212,8 @@ def test_a_second_pass_over_an_iterator_is_an_error_and_not_empty() -> None:
 def test_what_cannot_be_a_source_is_refused_with_help(value: Any, message: str) -> None:
     Path("empty.jsonl").touch()
     Path("data.parquet").write_bytes(b"PAR1")
-    for name in ("table.csv", "data.tar.gz", "a.txt"):
+    Path("shards").mkdir()
+    for name in ("table.csv", "data.tar.gz", "a.txt", "shards/index.json", "shards/a.mds", "tokens.idx"):
         Path(name).write_text("a")
     with pytest.raises(ConfigurationError, match=message):
         open_source("x", value)

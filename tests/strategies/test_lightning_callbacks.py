@@ -15,8 +15,9 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as stock
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
-from lightning_longctx import ExactTokenMean, LongContextFSDPStrategy, TrainingMetrics
+from lightning_longctx import IGNORE_INDEX, ExactTokenMean, LongContextFSDPStrategy, TrainingMetrics
 from tests.callbacks.toy import make_trainer
 from tests.datamodules.helpers import data_module, records
 from tests.helpers.pool import run_ranks
@@ -47,9 +48,11 @@ class Module(OwnModule):
 class Run:
     """What is looked at after a fit."""
 
-    def __init__(self, callbacks: list[Any], devices: int, sp: int, **settings: Any) -> None:
+    def __init__(
+        self, callbacks: list[Any], devices: int, sp: int, module: Module | None = None, **settings: Any
+    ) -> None:
         warnings.filterwarnings("ignore", message=".*isinstance.treespec")
-        module = Module()
+        module = module or Module()
         ours = {"strategy": LongContextFSDPStrategy(sequence_parallel_size=sp)} if sp else {}
         first = TrainingMetrics() if sp else ExactTokenMean()
         self.trainer = make_trainer([first, *callbacks], devices=devices, **ours, **{"max_epochs": 3, **settings})
@@ -170,6 +173,58 @@ def test_what_changes_during_a_run_trains_as_one_process_without_our_strategy(na
             torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6, msg=key)
     untrained = Module().state_dict()
     assert all(not torch.equal(expected[key], untrained[key]) for key in expected)
+
+
+class _Metered(Module):
+    """Logs the loss of a step by a metric of torchmetrics too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric(dist_sync_on_step=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = super().training_step(batch, batch_idx)
+        targets = (batch["shift_labels"] != IGNORE_INDEX).sum()  # of this rank's part of the row
+        self.mean(out["per_token_loss"].sum() / targets.clamp(min=1), targets)
+        self.log("metered", self.mean)
+        return out
+
+
+def _metered(sp: int) -> tuple[list[float], list[float]]:
+    run = Run([], 2, sp, max_epochs=1, module=_Metered())
+    return run.column("metered"), run.column("train/loss")
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+def test_a_metric_of_torchmetrics_joins_the_ranks(sp: int) -> None:
+    """What `docs/callbacks.md` says of it: right, by a collective of its own for each of its states in each step."""
+    metered, losses = run_ranks(_metered, 2, sp)[0]
+    assert metered == pytest.approx(losses, rel=1e-5)
+    assert len(losses) > 1
+
+
+class _Writer(stock.BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.written: list[int] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *more: Any) -> None:
+        self.written.append(more[1])
+
+
+def _predicted() -> list[int]:
+    warnings.filterwarnings("ignore", message=".*Couldn't infer the batch indices")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec")
+    writer = _Writer()
+    run = make_trainer([writer], devices=2, strategy=LongContextFSDPStrategy(sequence_parallel_size=2))
+    run.predict(Module(), data_module({"a": records(12)}, validation_sources={"v": records(12)}))
+    return writer.written
+
+
+def test_a_prediction_writer_is_called_on_each_rank_for_each_row() -> None:
+    first, second = run_ranks(_predicted, 2)
+    assert first == second == list(range(len(first)))
+    assert len(first) > 2
 
 
 def _rate_finder() -> tuple[float, int, list[str]]:
