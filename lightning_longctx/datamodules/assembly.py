@@ -82,6 +82,11 @@ class RowAssembly:
         sample = SequenceSettings(self.loading.seed, mixing="sample", limit=EVALUATION_DOCUMENTS)
         return self._rows(self.sources, sample, sp_size, vocab_size)
 
+    def readers(self, vocab_size: int | None) -> list[DocumentReader]:
+        """What makes documents of records: for training, and for validation if that has sources of its own."""
+        evaluation = [] if self.validation is None else [self.evaluation(1, vocab_size)]
+        return [settings.reader for settings in (self.training(1, vocab_size, 1), *evaluation)]
+
     def describe(self, source_id: int, number: int) -> str:
         """Where training document ``number`` of a source is, for people."""
         if not 0 <= source_id < len(self.sources):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -213,8 +214,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
 
     def _prepare_ledger(self) -> ConsumptionLedger:
         layout = (self._topology.dp_rank, self._topology.dp_size)
-        used = None if self._ledger is None else self._ledger.used
-        if self._ledger is None or used is None or (used.dp_rank, used.dp_size) != layout:
+        if self._ledger is None or (self._ledger.used.dp_rank, self._ledger.used.dp_size) != layout:
             self._ledger = ConsumptionLedger(RowState(dp_rank=layout[0], dp_size=layout[1]))
         if self._to_restore is not None:
             saved, self._to_restore = self._to_restore, None
@@ -228,21 +228,16 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
 
     def readers(self, vocab_size: int | None = None) -> list[DocumentReader]:
         """What makes documents of records: for training, and for validation if that has sources of its own."""
-        evaluation = [] if self._assembly.validation is None else [self._assembly.evaluation(1, vocab_size)]
-        return [settings.reader for settings in (self._assembly.training(1, vocab_size, 1), *evaluation)]
+        return self._assembly.readers(vocab_size)
 
     def train_dataloader(self) -> TrainingLoader:
         """Rows for training. Without a Trainer too: each row then counts as used when it is given."""
         ledger = self._ledger or self._prepare_ledger()
         warn_of_cut_epoch(self.trainer, ledger.used)
-        loading = self._assembly.loading
-        settings = self._training_settings()
+        loading, settings = self._assembly.loading, self._training_settings()
         plan = RowPlan(settings, self._policy, self._topology, loading.on_uneven_end, loading.runtime)
-        if (trainer := self.trainer) is None:
-            self._loader = TrainingLoader(plan, ledger, lambda: ledger.use(0))
-        else:
-            same = rows_to_overfit(trainer)
-            self._loader = TrainingLoader(plan, ledger, same_rows=same, begins_epoch=lambda: begins_epoch(trainer))
+        at_once, begins = None if self.trainer else partial(ledger.use, 0), partial(begins_epoch, self.trainer)
+        self._loader = TrainingLoader(plan, ledger, at_once, rows_to_overfit(self.trainer), begins)
         return self._loader
 
     def row_builder(
@@ -287,7 +282,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         rest = {key: value for key, value in batch.items() if key != "document_keys"}
         moved = super().transfer_batch_to_device(rest, device, dataloader_idx)
-        return {**moved, "document_keys": batch["document_keys"]}
+        return moved | {"document_keys": batch["document_keys"]}
 
     def teardown(self, stage: str) -> None:
         """End the worker processes, and say what was read, packed and dropped."""

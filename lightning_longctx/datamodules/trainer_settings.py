@@ -90,16 +90,18 @@ def model_vocabulary(trainer: pl.Trainer | None) -> int | None:
     return vocabulary if isinstance(vocabulary, int) else None
 
 
-def begins_epoch(trainer: pl.Trainer) -> bool:
+def begins_epoch(trainer: pl.Trainer | None) -> bool:
     """Whether Lightning has no batch of its epoch yet, or all that a limit allows: then the next epoch begins."""
+    if trainer is None:
+        return False
     taken = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     limit = trainer.limit_train_batches
     return taken == 0 or (isinstance(limit, int) and taken >= limit)
 
 
-def rows_to_overfit(trainer: pl.Trainer) -> int | None:
+def rows_to_overfit(trainer: pl.Trainer | None) -> int | None:
     """How many rows ``Trainer(overfit_batches=...)`` wants to see in every epoch; None without it."""
-    if not trainer.overfit_batches:  # type: ignore[attr-defined]  # a connector sets it
+    if trainer is None or not trainer.overfit_batches:  # type: ignore[attr-defined]  # a connector sets it
         return None
     limit = trainer.limit_train_batches
     return limit if isinstance(limit, int) else sys.maxsize
