@@ -161,7 +161,7 @@ def _lost_shard(root: str) -> str:
 def test_a_shard_that_nobody_wrote_prevents_the_commit(tmp_path: Path) -> None:
     """Megatron-LM#1154: 123 of 128 shards were written. No commit, and an error that names the tensor."""
     for message in run_ranks(_lost_shard, 2, str(tmp_path)):
-        assert "`w` must be written whole, but got 500 of 1000 values" in message
+        assert "`w` must be written whole, but got 500 of 1,000 values" in message
     assert steps(tmp_path) == []
 
 
