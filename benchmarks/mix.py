@@ -4,7 +4,7 @@ Sources of very different lengths are mixed by tokens, wait in the pool and are 
 training on lengths alone. The same runs with a pool in order of arrival show what the order of the pool is for. Exit
 status 1 if a share is 2 points or more off after 50 rows.
 
-    python -m benchmarks.mix [--seeds N] [--rows N] [--json PATH] [--docs PATH]
+    python -m benchmarks.mix [--seeds N] [--rows N] [--json PATH]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.figures import Figure
-from benchmarks.packing_tables import percent, table, write_tables
+from benchmarks.packing_tables import percent, table
 from lightning_longctx.datamodules import FixedBufferPolicy, PoolView, SourceSettings
 from lightning_longctx.datamodules.choosing import plan_row, resolve_policy
 from lightning_longctx.datamodules.cursors import Share
@@ -161,7 +161,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--docs", type=Path)
     options = parser.parse_args()
     numbers, lines = {}, []
     for label, window in WINDOWS.items():
@@ -174,12 +173,9 @@ def main() -> int:
                 numbers[f"{name}, {label}, {policy}"] = {"fair": asdict(ours), "arrival": asdict(arrival)}
                 cells = [percent(value) for one in (ours, arrival) for value in (one.off, one.fill)]
                 lines.append([f"{name}, {label}", policy, *cells])
-    text = table(["mix, window", "policy", "off", "fill %", "off by arrival", "fill % by arrival"], lines)
-    print(text)
+    print(table(["mix, window", "policy", "off", "fill %", "off by arrival", "fill % by arrival"], lines))
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=1) + "\n")
-    if options.docs:
-        write_tables(options.docs, {"mix": text})
     return int(any(found["fair"]["off"] >= BAR for found in numbers.values()))
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 __all__ = ["PLANNED_ROWS", "pick_rows", "planning_depth"]
 
-#: Rows planned ahead by each rank. With 16 the dearest of 8 ranks costs 1.26 times the mean at 1M tokens on a wide
-#: stream, with 8 it is 1.38, and untreated 2.70 (benchmarks/packing). They wait as token ids, 4 bytes a token.
+#: Rows planned ahead by each rank. With 16 the dearest of 8 ranks costs about 1.25 times the mean at 1M tokens on a
+#: wide stream, with 8 about 1.4, and untreated 2.7 (benchmarks/packing). They wait as token ids, 4 bytes a token.
 PLANNED_ROWS = 16
 
 
