@@ -30,7 +30,7 @@ class CheckpointOptions:
         trust_pickle: load checkpoints that could run code. Default False.
         timeout: how long one rank may keep the others waiting, and a write the next one of its slot. Default 10
             minutes, where PyTorch's own limit would be 30.
-        drain_timeout: how long the end of a run, or an error in it, waits for writes under way. Default 2 minutes.
+        drain_timeout: how long a run that ends in an error waits for writes under way. Default 2 minutes.
         stage_dir: node-local folder where files are written before they are copied, for slow shared stores. Default
             None.
         export_hf_at_end: folder of this machine for the trained model in Hugging Face's format, written at the end.

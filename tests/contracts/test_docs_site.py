@@ -37,7 +37,7 @@ PLUGIN_PAGES = [
 ASPECTS = {
     "configuration": r"^```yaml$",
     "settings": r"^\| (setting|option|argument|parameter\b.*|callback) \|",
-    "metrics": r"^## (What is logged|What it reports|Measured|How to read it)|^\| logged",
+    "metrics": r"^## (What is logged|What it reports|How to read it)|^\| logged",
     "limits": r"^## .*([Ll]imits|[Rr]efused|go wrong)|\*\*Limits\*\*",
     "evidence": r"`?tests/|benchmarks[./]",
 }
