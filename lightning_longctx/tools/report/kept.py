@@ -25,8 +25,7 @@ def kept_checkpoints(run: Run) -> tuple[Markup, list[str], list[list[str]]] | No
     if settings is None:
         return None
     given = settings.get("dirpath") or Path(run.setting("trainer", "default_root_dir") or ".") / "checkpoints"
-    above = run.path.resolve().parent.parent  # <where it was started>/runs/version_N
-    folder = next((base / given for base in (Path(), above) if (base / given).is_dir()), None)
+    folder = next((base / given for base in (Path(), run.start) if (base / given).is_dir()), None)
     found = scan(folder) if folder is not None else []
     if folder is None or not found:
         return None

@@ -199,7 +199,7 @@ def _others(runs: Sequence[Run], prefixes: Sequence[str]) -> Markup | None:
     drawn, left = other_charts(runs, known)
     if not drawn:
         return None
-    note = tag("p", f"{whole(left)} further keys are in metrics.csv.", class_="note") if left else None
+    note = tag("p", f"{whole(left)} further keys are in the logger's files.", class_="note") if left else None
     return join(_figures(drawn), note)
 
 
