@@ -156,6 +156,16 @@ def test_a_configuration_in_a_shared_folder_belongs_to_the_newest_run() -> None:
     assert [bool(run.configuration) for run in read_runs([older, newer])] == [False, True]
 
 
+def test_expert_load_in_a_shared_folder_belongs_to_the_run_that_logged_it() -> None:
+    own, other = write_store(STARTS[0]), write_store(STARTS[0], Path("mlruns/1/f01"))
+    load = RouterLoad(1, 4, ("m.0",), ("layer_00",), (torch.tensor([3, 1]),), padding=0, dropped=0)
+    publish_window(load, run_folder(Path("mlruns"), resumed=False), [], 1)
+    for path, most in ((own, 3), (other, 4)):
+        (path / "metrics/moe").mkdir()
+        (path / "metrics/moe/tokens_max").write_text(f"10 {most} 3\n")
+    assert [run.experts is not None for run in read_runs([own, other])] == [True, False]
+
+
 @pytest.mark.slow
 def test_files_of_wandb_of_two_starts_are_one_run() -> None:
     pytest.importorskip("wandb.proto.wandb_internal_pb2")
