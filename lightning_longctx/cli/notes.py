@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_longctx.tools.doctor.options import FOLDER
 from lightning_longctx.tools.doctor.report import REPORT, model_name, parity_line
+from lightning_longctx.tools.report.logs.find import is_run
 
 __all__ = ["ClosingNotes"]
 
@@ -46,7 +47,7 @@ class ClosingNotes(Callback):
         if not lines and self._processes > 1 and "config.yaml" in names:
             command = f"longctx doctor --config {self._folder}/config.yaml"
             lines.append(f"Doctor: not run yet; `{command}` compares every layout with a plain reference.")
-        if names:
-            page = f"; `longctx report {self._folder}` makes a page of them" if "metrics.csv" in names else ""
+        if self._folder and names:
+            page = f"; `longctx report {self._folder}` makes a page of them" if is_run(self._folder) else ""
             lines.append(f"Files: {', '.join(names)} in {self._folder}{page}")
         return lines

@@ -41,6 +41,9 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     text = page_of(runs, installed_versions().get("lightning-longctx", "(a source tree)"))
     _write(options.out, "--out", text)
     print(f"Report of {', '.join(run.name for run in runs)}: {options.out} ({human_bytes(len(text.encode()))}).")
+    for run in runs:
+        if run.aside:
+            print(f"{run.name}: read from the files of {run.logger}; also there: {', '.join(run.aside)}.")
     findings = [f"{run.name}: {found}" for run in runs for found in findings_of(run)]
     for line in findings:
         print(line)
@@ -65,6 +68,7 @@ def _plain(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "path": str(run.path),
+        "logger": run.logger,
         "facts": {fact.key: plain_number(fact.value) for fact in facts_of(run)},
         "versions": dict(run.versions),
         "missing": missing_parts([run]),

@@ -45,8 +45,7 @@ def kept_checkpoints(run: Run) -> tuple[Markup, list[str], list[list[str]]] | No
 def _found_at(given: Folder, run: Run) -> Folder | None:
     if not isinstance(given, Path):
         return given
-    above = run.path.resolve().parent.parent  # <where it was started>/runs/version_N
-    return next((base / given for base in (Path(), above) if (base / given).is_dir()), None)
+    return next((base / given for base in (Path(), run.start) if (base / given).is_dir()), None)
 
 
 def _row(found: Found, scores: dict[str, float], best: str) -> list[str]:

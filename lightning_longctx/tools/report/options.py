@@ -17,7 +17,7 @@ class ReportOptions:
     """What to show, and where.
 
     Attributes:
-        runs: directories of runs, each with a ``metrics.csv``.
+        runs: directories of runs, each with the files of a logger.
         out: file of the page. Default: ``report.html`` in the run, or beside the first of several runs.
         json: file for facts and curves as numbers; None for none.
     """
@@ -36,7 +36,7 @@ def read_options(words: Sequence[str]) -> ReportOptions:
     parser = FlagParser(
         "report", "Make one self-contained HTML page of a run, or of several runs.", usage="RUN [RUN ...] [options]"
     )
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directory of a run, with metrics.csv")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="directory of a run, with a logger's files")
     parser.add("out", type=Path, help="file of the page (report.html in the run; beside the first of several)")
     parser.add("json", type=Path, help="also write facts and curves to this file")
     found = parser.read_all(words)

@@ -54,7 +54,8 @@ def page_of(runs: Sequence[Run], version: str) -> str:
 
 def _origin(run: Run, colour: int | None) -> Markup:
     """Where a run is, when it was written last, and what was run."""
-    written = f", last written {run.written:%Y-%m-%d %H:%M} UTC"
+    source = f", read from the files of {run.logger}" if run.aside or run.logger != "CSVLogger" else ""
+    written = f"{source}, last written {run.written:%Y-%m-%d %H:%M} UTC"
     key = None if colour is None else tag("i", class_=f"key c{colour}")
     return tag(
         "p", key, setup_of(run), tag("span", tag("code", str(run.path)), written, class_="origin"), class_="setup"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,8 +15,12 @@ from numpy.typing import NDArray
 
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.report.rows import read_rows
+from lightning_longctx.tools.report.series import Series
 
-__all__ = ["ExpertLoad", "read_expert_load"]
+__all__ = ["TABLE", "ExpertLoad", "load_of_run", "read_expert_load"]
+
+#: The name of the file.
+TABLE = "tokens_per_expert.csv"
 
 #: Tokens by window, layer and expert.
 _Rows: TypeAlias = dict[tuple[int, int], dict[str, dict[int, int]]]
@@ -74,6 +80,30 @@ def read_expert_load(path: Path) -> ExpertLoad | None:
         fix = "It is what MoERouterHeatmap writes: move the file away if something else changed it."
         raise ConfigurationError(str(path), f"must have the columns {', '.join(_COLUMNS)}", str(error), fix) from error
     return _as_array(rows) if rows else None
+
+
+def load_of_run(tables: Sequence[Path], most_tokens: Series) -> ExpertLoad | None:
+    """Of several tables in a folder that runs share, the one whose numbers the run has logged.
+
+    Args:
+        tables: files.
+        most_tokens: what the run logged as ``moe/tokens_max``, at the last step of each window.
+
+    Returns:
+        None if no window of any table is this run's.
+    """
+    logged = dict(zip(most_tokens.steps.tolist(), most_tokens.values.tolist(), strict=True))
+    found = [load for path in tables if (load := read_expert_load(path)) is not None]
+    equal = [_windows_logged(load, logged) for load in found]
+    return found[equal.index(max(equal))] if any(equal) else None
+
+
+def _windows_logged(load: ExpertLoad, logged: dict[int, float]) -> int:
+    most = load.tokens.max((1, 2)).tolist()
+    return sum(
+        math.isclose(logged.get(last - 1, math.nan), count, rel_tol=1e-6)  # loggers count from 0; some keep float32
+        for (_, last), count in zip(load.windows, most, strict=True)
+    )
 
 
 def _read(path: Path) -> _Rows:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.tools.report.metrics import read_metrics
-from lightning_longctx.tools.report.routers import ExpertLoad, read_expert_load
+from lightning_longctx.tools.report.logs.find import Log, read_log
+from lightning_longctx.tools.report.routers import TABLE, ExpertLoad, load_of_run, read_expert_load
 from lightning_longctx.tools.report.series import Series
-from lightning_longctx.units import counted
 
 __all__ = ["Run", "read_runs"]
 
-_METRICS = "metrics.csv"
 _VERSION_LINE = re.compile(r"# ([\w.\-]+)==(\S+)")
 _NOTHING = Series.empty()
 
@@ -33,11 +29,14 @@ class Run:
         name: short, and told apart from the other runs of the page.
         path: its directory.
         series: by key.
-        written: when ``metrics.csv`` was written last.
+        written: when its logger wrote last.
         configuration: all sections as plain containers; empty without a readable ``config.yaml``.
         configuration_text: the file; empty without one.
         versions: by package, from the head of ``config.yaml``.
         experts: the windows of ``MoERouterHeatmap``; None without.
+        logger: the class of the logger whose files were read.
+        aside: loggers whose files are there too.
+        start: where the run was started, as far as names tell.
     """
 
     name: str
@@ -48,6 +47,9 @@ class Run:
     configuration_text: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertLoad | None = None
+    logger: str = ""
+    aside: tuple[str, ...] = ()
+    start: Path = Path()
 
     def get(self, key: str) -> Series:
         """The curve of a key; one without points where the run has none."""
@@ -83,28 +85,42 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         paths: their directories.
 
     Raises:
-        ConfigurationError: a directory without ``metrics.csv``, or one that cannot be read.
+        ConfigurationError: a directory without the files of a logger, or one that cannot be read.
     """
     return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def _read(path: Path, name: str) -> Run:
-    metrics = path / _METRICS
-    if not metrics.is_file():
-        raise _no_metrics(path)
-    written = datetime.fromtimestamp(metrics.stat().st_mtime, UTC)
-    text = _text(path / "config.yaml") or _text(path / "hparams.yaml")
-    head = [line for line in text.splitlines()[:40] if line.startswith("#")]
+    log = read_log(path)
+    text = _configuration(log)
     return Run(
         name,
         path,
-        read_metrics(metrics),
-        written,
+        log.series,
+        log.written,
         _plain(text),
         text,
-        dict(found.groups() for line in head if (found := _VERSION_LINE.match(line))),  # type: ignore[misc]
-        read_expert_load(path / "moe_router" / "tokens_per_expert.csv"),
+        dict(found.groups() for line in text.splitlines()[:40] if (found := _VERSION_LINE.match(line))),  # type: ignore[misc]
+        _experts(log),
+        log.logger,
+        log.aside,
+        log.start,
     )
+
+
+def _configuration(log: Log) -> str:
+    """``config.yaml`` of the run; in a folder that runs share it is that of the newest, or a file of somebody else."""
+    text = _text(log.home / "config.yaml")
+    if log.is_shared:
+        return text if log.is_newest and _VERSION_LINE.match(text) else ""
+    return text or _text(log.home / "hparams.yaml")
+
+
+def _experts(log: Log) -> ExpertLoad | None:
+    if not log.is_shared:
+        return read_expert_load(log.home / "moe_router" / TABLE)
+    tables = sorted(log.home.glob(f"moe_router*/{TABLE}"))
+    return load_of_run(tables, log.series.get("moe/tokens_max", _NOTHING))
 
 
 def _text(path: Path) -> str:
@@ -114,30 +130,9 @@ def _text(path: Path) -> str:
 def _plain(text: str) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:  # tags of somebody's own classes in hparams.yaml: the text is shown all the same
+    except (yaml.YAMLError, ValueError):  # somebody's own classes, a date that is none: the text is shown
         return {}
     return found if isinstance(found, Mapping) else {}
-
-
-def _no_metrics(path: Path) -> ConfigurationError:
-    rule = f"must be the directory of a run, with {_METRICS}"
-    if not path.is_dir():
-        fix = f"Give the directory that holds {_METRICS}." if path.is_file() else "Is it spelt right?"
-        return ConfigurationError(str(path), rule, "a file" if path.is_file() else "no such directory", fix)
-    below = sorted(_below(path), key=lambda file: file.stat().st_mtime)
-    if below:
-        return ConfigurationError(
-            str(path), rule, f"{counted(len(below), 'run')} below it", f"Did you mean {below[-1].parent}?"
-        )
-    names = sorted(os.listdir(path))
-    got = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "an empty directory"
-    fix = "CSVLogger writes it, at `flush_logs_every_n_steps` and at the end; add it to `trainer.logger`."
-    return ConfigurationError(str(path), rule, got, fix)
-
-
-def _below(path: Path) -> Iterator[Path]:
-    for pattern in (f"*/{_METRICS}", f"*/*/{_METRICS}"):
-        yield from path.glob(pattern)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

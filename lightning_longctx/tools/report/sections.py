@@ -200,7 +200,7 @@ def _others(runs: Sequence[Run], prefixes: Sequence[str]) -> Markup | None:
     drawn, left = other_charts(runs, known)
     if not drawn:
         return None
-    note = tag("p", f"{counted(left, 'further key')} in metrics.csv.", class_="note") if left else None
+    note = tag("p", f"{counted(left, 'further key')} in the logger's files.", class_="note") if left else None
     return join(_figures(drawn), note)
 
 

@@ -15,7 +15,7 @@ from lightning_longctx.callbacks.router_metrics import RouterLoad, violations
 from lightning_longctx.callbacks.router_output import publish_window, run_folder
 from lightning_longctx.cli import main
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.tools.report.metrics import read_metrics
+from lightning_longctx.tools.report.logs.csv_file import read
 from lightning_longctx.tools.report.numbers import decades, pleasant_ticks
 from lightning_longctx.tools.report.routers import read_expert_load
 from lightning_longctx.tools.report.series import Series, thinned
@@ -28,7 +28,7 @@ def test_what_the_logger_writes_is_read() -> None:
         logger.log_metrics({"train/loss": 5.0 - step, "text": "warm" if step else 1.5}, step=step)
     logger.log_metrics({"val/loss": 1.25}, step=4)  # a new column: the file is written anew
     logger.save()
-    found = read_metrics(Path("runs/version_0/metrics.csv"))
+    found = read([Path("runs/version_0/metrics.csv")])
     assert found["train/loss"].steps.tolist() == [0, 1, 2, 3, 4]
     assert found["train/loss"].values.tolist() == [5, 4, 3, 2, 1]
     assert (found["val/loss"].steps.tolist(), found["val/loss"].values.tolist()) == ([4], [1.25])
@@ -38,18 +38,18 @@ def test_what_the_logger_writes_is_read() -> None:
 @pytest.mark.parametrize("end", ["2,1.2", "2,", "2", "2,1.25,"])
 def test_the_line_that_is_being_written_is_left_out(end: str) -> None:
     Path("metrics.csv").write_text(f"step,train/loss\n0,3.0\n1,2.0\n{end}")
-    assert read_metrics(Path("metrics.csv"))["train/loss"].values.tolist() == [3, 2]
+    assert read([Path("metrics.csv")])["train/loss"].values.tolist() == [3, 2]
 
 
 def test_of_a_step_that_comes_twice_the_later_row_counts() -> None:
     rows = [{"step": step, "train/loss": loss} for step, loss in [(0, 9), (1, 8), (2, 7), (1, 6), (2, 5), (3, 4)]]
-    found = read_metrics(write_metrics(Path("run"), rows) / "metrics.csv")["train/loss"]
+    found = read([write_metrics(Path("run"), rows) / "metrics.csv"])["train/loss"]
     assert (found.steps.tolist(), found.values.tolist()) == ([0, 1, 2, 3], [9, 6, 5, 4])
 
 
 def test_many_rows_are_read_in_chunks() -> None:
     rows = [{"step": step, "a": step / 4, **({"b": step} if step % 7 == 0 else {})} for step in range(4500)]
-    found = read_metrics(write_metrics(Path("run"), rows) / "metrics.csv")
+    found = read([write_metrics(Path("run"), rows) / "metrics.csv"])
     assert found["a"].values.tolist() == [step / 4 for step in range(4500)]
     assert found["b"].steps.tolist() == list(range(0, 4500, 7))
 
@@ -126,7 +126,7 @@ def test_what_is_no_run_is_told() -> None:
     Path("empty").mkdir()
     assert "an empty directory" in refusal("empty")
     (Path("empty") / "config.yaml").write_text("")
-    assert "got config.yaml. CSVLogger writes it" in refusal("empty")
+    assert "got config.yaml. Write `logger: [CSVLogger]`" in refusal("empty")
     write_run(Path("runs/version_3"))
     assert "Did you mean runs/version_3?" in refusal("runs")
     assert "got a file" in refusal("runs/version_3/metrics.csv")
@@ -142,8 +142,8 @@ def test_what_is_no_run_is_told() -> None:
     ("content", "said"),
     [
         ("", "must have a column `step`, but got an empty file"),
-        ("step,train/loss\n", "must have rows with values"),
-        ("step,train/loss\n1,", "must have rows with values"),
+        ("step,train/loss\n", "must have values, but got none yet"),
+        ("step,train/loss\n1,", "must have values, but got none yet"),
         ("a,b\n1,2\n", "must have a column `step`, but got columns a, b"),
         ("step,train/loss\nx,2.0\n", "must be the CSV of CSVLogger"),
     ],

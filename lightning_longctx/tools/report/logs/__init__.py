@@ -1,0 +1,1 @@
+"""What loggers leave in files, as curves: one small reader for each logger."""
