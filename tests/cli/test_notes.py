@@ -69,9 +69,14 @@ def test_files_and_the_way_to_the_doctor() -> None:
     assert "`longctx doctor --config runs/version_0/config.yaml`" in doctor
     page = "`longctx report runs/version_0` makes a page of them"
     assert files == f"Files: config.yaml, metrics.csv in runs/version_0; {page}"
-    (folder / "metrics.csv").rename(folder / "events.out.tfevents.1")  # what TensorBoard's logger leaves
-    assert found.closing_lines()[1] == f"Files: config.yaml, events.out.tfevents.1 in runs/version_0; {page}"
-    (folder / "events.out.tfevents.1").unlink()
+    (folder / "metrics.csv").rename(
+        folder / "events.out.tfevents.1700000000.host.7.0"
+    )  # what TensorBoard's logger leaves
+    assert (
+        found.closing_lines()[1]
+        == f"Files: config.yaml, events.out.tfevents.1700000000.host.7.0 in runs/version_0; {page}"
+    )
+    (folder / "events.out.tfevents.1700000000.host.7.0").unlink()
     files = "Files: config.yaml in runs/version_0"
     assert found.closing_lines()[1] == files
     write(Path("runs/doctor/doctor.json"), [finding("gradients", 1e-7)])
