@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before any import of a library that reads it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -20,6 +21,9 @@ from tests.helpers import pool  # noqa: E402
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the processes of the pool the same warning filters as this one."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts what runs behind it deaf to Ctrl-C, and what that starts is deaf too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     pool.set_warning_filters([parse_warning_filter(text, escape=False) for text in config.getini("filterwarnings")])
 
