@@ -167,6 +167,7 @@ def page_text(rows: Sequence[Row], missing: Mapping[str, str]) -> str:
     figures = {name: [_figure(row) for row in found] for name, found in sections.items()}
     lost = [f"{name}: {one.what}" for name, found in figures.items() for one in found if one.against_peer == "worse"]
     failed = [f"{name}: {one.what}" for name, found in figures.items() for one in found if one.bar_verdict == "FAIL"]
+    missing = {name: "needs a GPU" for name, benchmark in BENCHMARKS.items() if benchmark.needs_gpu} | dict(missing)
     parts = [f"Not run: {name} ({why})." for name, why in missing.items() if name not in sections]
     parts += [f"Worse than a peer: {'; '.join(lost) or 'nothing'}.", f"Bars not met: {'; '.join(failed) or 'none'}."]
     for name, found in sections.items():
