@@ -53,10 +53,6 @@ class ObjectStore(FileSystem):
     def sync_directory(self, path: Folder) -> None:
         """Nothing: an upload that was answered is durable."""
 
-    def rename(self, source: Folder, target: Folder) -> None:
-        """Not here."""
-        raise NotImplementedError("a store without rename")
-
     def remove_tree(self, path: Folder) -> None:
         """Remove what is below an address, its record first: from then on the rest is no checkpoint."""
         self.remove_file(path / COMMIT)
