@@ -36,7 +36,11 @@ def draw() -> str:
     picture.lines(
         40,
         310,
-        [f"({each}) / {len(STEP)} = {means:.2f}", "The one target of rank 0 counts as much", "as the eight of rank 1."],
+        [
+            f"({each}) / {len(STEP)} = {means:.2f}",
+            "The one target of the second line counts",
+            "as much as the eight of the third.",
+        ],
         13,
     )
     picture.box(392, 262, 344, 116, "#eaf5f3", stroke=RANKS[1], round_by=6)

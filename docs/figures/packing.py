@@ -35,9 +35,9 @@ def _panel(picture: Drawing, top: float, title: str, rows: Sequence[Sequence[int
     for index, row in enumerate(rows):
         y, x = top + index * (_HEIGHT + _GAP), 24.0
         picture.box(x, y, _WIDTH, _HEIGHT, LIGHT)
-        for number in row:
+        for place, number in enumerate(row):  # colours tell neighbours apart, and nothing else
             width = _WIDTH * lengths[number] / WINDOW
-            picture.box(x, y, width, _HEIGHT, SOURCES[number % len(SOURCES)], stroke="#ffffff")
+            picture.box(x, y, width, _HEIGHT, SOURCES[place % len(SOURCES)], stroke="#ffffff")
             if width > 18:
                 picture.words(x + width / 2, y + 15, str(number + 1), 11, fill="#ffffff", at="middle")
             x += width
@@ -46,14 +46,15 @@ def _panel(picture: Drawing, top: float, title: str, rows: Sequence[Sequence[int
 def _mask(picture: Drawing, x: float, y: float, row: Sequence[int], lengths: Sequence[int]) -> None:
     """Who sees whom in a row: a triangle for each document."""
     size, start = 300.0, 0
-    picture.words(x, y - 32, "Attention in one of these rows", 14, bold=True)
+    named = ", ".join(str(number + 1) for number in row[:-1])
+    picture.words(x, y - 32, f"Attention in the row of documents {named} and {row[-1] + 1}", 14, bold=True)
     picture.words(x, y - 12, "A token (down) sees earlier ones (across) of its own document.", 12, fill=GREY)
     picture.box(x, y, size, size, LIGHT)
     total = sum(lengths[number] for number in row)
     bounds = [0]
-    for number in row:
+    for place, number in enumerate(row):
         a, b = (x + size * start / total, y + size * start / total), size * lengths[number] / total
-        picture.shape([a, (a[0], a[1] + b), (a[0] + b, a[1] + b)], SOURCES[number % len(SOURCES)])
+        picture.shape([a, (a[0], a[1] + b), (a[0] + b, a[1] + b)], SOURCES[place % len(SOURCES)])
         if b > 26:
             picture.words(a[0] + b * 0.3, a[1] + b * 0.78, str(number + 1), 12, fill="#ffffff", at="middle")
         start += lengths[number]

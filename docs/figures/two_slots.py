@@ -7,7 +7,7 @@ from svg import GREY, INK, LIGHT, RANKS, Drawing
 __all__ = ["draw"]
 
 _STEP, _LEFT, _STALL = 30, 150, 9
-_SAVES = {4: True, 9: False, 14: True, 19: False}  # after which step; with the optimizer or not
+_SAVES = {4: True, 9: False, 14: True}  # after which step; with the optimizer or not
 _WRITE = {"weights": 2.6, "optimizer": 7.2}  # in steps
 
 
@@ -27,26 +27,25 @@ def draw() -> str:
     rows = {"training": 78.0, "weights": 138.0, "optimizer": 188.0}
     for name, y in rows.items():
         picture.words(24, y + 5, name if name == "training" else f"slot: {name}", 13)
-    x = float(_LEFT)
-    for step in range(1, 22):
-        picture.box(x, rows["training"] - 14, _STEP - 3, 28, RANKS[0], round_by=3)
+    x, killed = float(_LEFT), _LEFT + 18.5 * _STEP + len(_SAVES) * _STALL  # in the middle of a step
+    for step in range(1, 20):
+        picture.box(x, rows["training"] - 14, min(_STEP - 3, killed - x), 28, RANKS[0], round_by=3)
         x += _STEP
         if step not in _SAVES:
             continue
         picture.box(x - 1, rows["training"] - 18, _STALL, 36, RANKS[3], round_by=2)
         slots = ("weights", "optimizer") if _SAVES[step] else ("weights",)
         for slot in slots:
-            start, end = x + _STALL, min(x + _STALL + _WRITE[slot] * _STEP, 846)
+            start, end = x + _STALL, min(x + _STALL + _WRITE[slot] * _STEP, killed)
             picture.box(start, rows[slot] - 12, end - start, 24, RANKS[1 if slot == "weights" else 2], round_by=3)
             picture.words(start + 6, rows[slot] + 4, f"step {step}", 11, fill="#ffffff")
         done = x + _STALL + max(_WRITE[slot] for slot in slots) * _STEP
-        if done < 800:
+        if done < killed:
             _commit(picture, done, 232)
             picture.words(done + 10 if slots == ("weights",) else done - 10, 236, f"step {step}", 11, at=_side(slots))
             picture.line([(done, rows["weights"] + 14), (done, 224)], stroke=GREY, width=1, dash="3 3")
         x += _STALL
     picture.words(24, 237, "complete", 13)
-    killed = _LEFT + 19.6 * _STEP
     picture.line([(killed, 56), (killed, 252)], stroke=RANKS[3], width=2, dash="5 4")
     picture.words(
         killed - 6,
@@ -69,7 +68,7 @@ def draw() -> str:
         picture.words(at + 20, 298, what, 12)
         at += 40 + 6 * len(what)
     _commit(picture, at + 6, 293)
-    picture.words(at + 20, 298, "renamed: complete", 12)
+    picture.words(at + 20, 298, "complete: it can be found", 12)
     picture.words(
         40,
         324,

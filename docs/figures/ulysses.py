@@ -50,8 +50,8 @@ def draw() -> str:
     picture.words(
         40,
         342,
-        "In the middle each rank sees whole documents, so the attention is exact, with any kernel. Bytes sent"
-        " fall with the number of ranks.",
+        "In the middle each rank sees whole documents, so the attention is exact, with any kernel. The more"
+        " ranks, the fewer bytes each sends.",
         12.5,
     )
     return str(picture)
