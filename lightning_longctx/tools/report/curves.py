@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_longctx.tools.report.charts import COLOURS, Line, chart
+from lightning_longctx.tools.report.groups import group_of
 from lightning_longctx.tools.report.html import Markup
 from lightning_longctx.tools.report.run import Run
 from lightning_longctx.tools.report.series import Series
@@ -35,6 +36,7 @@ class ChartSpec:
 
 
 _LOSS_NOTE = "natural logarithm per token"
+_MIX = (("data/mix/", ""),)
 #: By section, in the order of the page.
 CHARTS = {
     "Loss": (
@@ -72,7 +74,7 @@ CHARTS = {
             "seconds a micro-batch, of the rank that waits most",
             (("data/wait_s_p50", "median"), ("data/wait_s_p99", "99th percentile")),
         ),
-        ChartSpec("Mix", "share of each source in the tokens packed so far", (("data/mix/", ""),), percent=True),
+        ChartSpec("Mix", "share of each source in the tokens packed so far", _MIX, percent=True),
     ),
     "Speed": (
         ChartSpec("Tokens per second", "source tokens, all devices", (("train/tokens_per_s", "tokens per second"),)),
@@ -131,7 +133,11 @@ def _lines(spec: ChartSpec, run: Run, number: int | None) -> Iterator[Line]:
     found: list[tuple[str, Series]] = []
     for key, name in spec.keys:
         found += run.under(key).items() if key.endswith("/") else [(name, run.get(key))]
-    for place, (name, series) in enumerate((name, series) for name, series in found if len(series)):
+    members = group_of(run, "channel").members if spec.keys == _MIX else ()
+    places = {member.name: place for place, member in enumerate(members)}  # a source has its colour in every chart
+    drawn = [(name, series) for name, series in found if len(series)]
+    for name, series in sorted(drawn, key=lambda pair: places.get(pair[0], len(places))):
+        place = places.setdefault(name, len(places))
         if number is None:
             yield Line(name, series, min(place, COLOURS), dots=spec.dots)
         else:

@@ -96,6 +96,7 @@ def _losses(run: Run) -> Iterator[Fact]:
         note = f"from {short(train.first)}" + (
             "" if math.isfinite(train.last) else f"; last number {short(train.finite.last)}"
         )
+        note = note if len(train.finite) else "at no step a number"
         yield Fact("train_loss", "Training loss", train.last, short(train.last), note)
     if len(validation.finite):
         best = int(np.argmin(validation.finite.values))

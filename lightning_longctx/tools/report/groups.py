@@ -22,7 +22,7 @@ class Member:
 
     Attributes:
         name: as in the keys.
-        loss: in training.
+        loss: in training; without points where only validation has the source.
         validation: in validation; without points where it is not logged.
         targets: of all logged steps.
     """
@@ -60,18 +60,23 @@ def groups_of(runs: Sequence[Run]) -> list[str]:
 
 def group_of(run: Run, prefix: str) -> Group:
     """What a run has under a prefix; without members where it has nothing."""
+    training, validation = run.under(f"{prefix}_loss/"), run.under(f"val_{prefix}_loss/")
     found = [
         Member(
             name,
-            series,
-            run.get(f"val_{prefix}_loss/{name}"),
+            training.get(name, Series.empty()),
+            validation.get(name, Series.empty()),
             float(run.get(f"{prefix}_tokens/{name}").finite.values.sum()),
         )
-        for name, series in run.under(f"{prefix}_loss/").items()
+        for name in training | validation
         if name != "coverage"
     ]
     ranges = all(_RANGE.match(member.name) for member in found)
-    key = (lambda member: _start(member.name)) if ranges else (lambda member: (-member.targets, member.name))
+    key = (
+        (lambda member: _start(member.name))
+        if ranges
+        else (lambda member: (not len(member.loss), -member.targets, member.name))
+    )
     return Group(prefix, tuple(sorted(found, key=key)))
 
 

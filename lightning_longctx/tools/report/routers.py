@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.tools.report.rows import read_rows
 from lightning_longctx.tools.report.series import Series
+from lightning_longctx.units import counted
 
 __all__ = ["TABLE", "ExpertLoad", "load_of_run", "read_expert_load"]
 
@@ -111,9 +112,16 @@ def _read(path: Path) -> _Rows:
     chunks = read_rows(path)
     names = next(chunks)[0]
     first, last, layer, expert, tokens = (names.index(name) for name in _COLUMNS)
+    highest = lines = 0
     for row in chain.from_iterable(chunks):
+        at, count = int(row[expert]), int(row[tokens])
+        if at < 0 or not 0 <= count < 2**62:
+            raise ValueError(f"expert {at}: {counted(count, 'token')}")
+        highest, lines = max(highest, at), lines + 1
         window = rows.setdefault((int(row[first]), int(row[last])), {})
-        window.setdefault(row[layer], {})[int(row[expert])] = int(row[tokens])
+        window.setdefault(row[layer], {})[at] = count
+    if highest > lines:  # each expert has its row: the array would be as large as any broken number
+        raise ValueError(f"expert {highest} in {counted(lines, 'row')}")
     return rows
 
 

@@ -15,13 +15,14 @@ _CHUNK = 2000  # rows that are given out at once
 def read_rows(path: Path) -> Iterator[list[list[str]]]:
     """Read a file in chunks of rows: first the names of the columns alone (empty in an empty file), then whole rows.
 
-    A last line without an end is left out, whatever it holds: half a number is a number too.
+    A last line without an end is left out, whatever it holds: half a number is a number too. A mark of the byte order,
+    which editors leave at the beginning, is no part of the first name.
 
     Args:
         path: the file.
     """
     torn = _is_torn(path)
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader = csv.reader(file)
         names = next(reader, [])
         yield [names]

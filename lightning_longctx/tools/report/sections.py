@@ -81,23 +81,26 @@ def _by_source(runs: Sequence[Run], groups: Sequence[Group]) -> Markup | None:
 
 
 def _source_table(group: Group, mix: Mapping[str, Any]) -> Markup:
-    known = [member for member in group.members if len(member.loss.finite)]
-    total = sum(member.targets for member in known)
-    validated = any(len(member.validation) for member in known)
+    known = [
+        (place, member)
+        for place, member in enumerate(group.members)
+        if len(member.loss.finite) or len(member.validation.finite)
+    ]
+    total = sum(member.targets for _, member in known)
+    validated = any(len(member.validation) for _, member in known)
     head = ["", "curve", "first", "last", "change", *(["validation"] if validated else [])]
     head += [*(["share of targets"] if total else []), *(["share of the mix"] if mix else [])]
     if not known:
         return Markup("")
-    across = min(int(m.loss.steps[0]) for m in known), max(int(m.loss.steps[-1]) for m in known)
+    trained = [member.loss.steps for _, member in known if len(member.loss)]
+    across = min((int(steps[0]) for steps in trained), default=0), max((int(steps[-1]) for steps in trained), default=0)
     rows: list[list[str]] = []
-    for place, member in enumerate(known):
+    for place, member in known:
         loss = member.loss.finite
         row = [
             join(tag("i", class_=f"key c{min(place, COLOURS)}"), member.name),
             sparkline(loss, min(place, COLOURS), across),
-            f"{loss.first:.3f}",
-            f"{loss.last:.3f}",
-            f"{loss.last - loss.first:+.3f}",
+            *([f"{loss.first:.3f}", f"{loss.last:.3f}", f"{loss.last - loss.first:+.3f}"] if len(loss) else ["-"] * 3),
         ]
         row += [f"{member.validation.last:.3f}" if len(member.validation) else "-"] if validated else []
         row += [f"{member.targets / total:.1%}"] if total else []

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 __all__ = ["Curve", "Series", "thinned"]
 
+_LARGEST = 1e300  # beyond it there is nothing but overflow, and no axis has room for it
+
 
 @dataclass(frozen=True)
 class Series:
@@ -33,13 +35,13 @@ class Series:
     @property
     def finite(self) -> Series:
         """Only the numbers."""
-        known = np.isfinite(self.values)
+        known = np.abs(self.values) < _LARGEST
         return self if known.all() else Series(self.steps[known], self.values[known])
 
     @property
     def bad_steps(self) -> NDArray[np.int64]:
         """Steps whose value is no number."""
-        return self.steps[~np.isfinite(self.values)]
+        return self.steps[~(np.abs(self.values) < _LARGEST)]
 
     @property
     def last(self) -> float:

@@ -163,6 +163,39 @@ def test_a_loss_that_is_no_number_is_a_finding(capsys: pytest.CaptureFixture[str
     assert content["runs"][0]["facts"]["train_loss"] is None
 
 
+def test_a_loss_that_never_was_a_number_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"step": step, "train/loss": float("nan"), "my/metric": float("inf")} for step in range(5)]
+    page = report(write_metrics(Path("run"), rows), code=1)
+    assert page.facts()["Training loss"] == "nanat no step a number"
+
+
+def test_values_at_the_end_of_the_range_break_nothing() -> None:
+    rows = [{"step": step, "train/loss": loss} for step, loss in enumerate([1.7e308, 2.0, -1.7e308, 3.0, 0.0])]
+    page = report(write_metrics(Path("run"), rows), code=1)
+    drawn = page.curve("Loss", "training")
+    assert [step for step, _ in drawn] == pytest.approx([1, 3, 4], abs=0.01)
+    assert [value for _, value in drawn] == pytest.approx([2, 3, 0], abs=0.01)
+
+
+def test_a_source_that_only_validation_has_is_in_the_table() -> None:
+    rows = [{"step": 0, "channel_loss/web": 2.0, "channel_loss/coverage": 1.0}, {"step": 1, "channel_loss/web": 1.5}]
+    rows.append({"step": 1, "val_channel_loss/held out": 1.25})
+    told = [re.sub(r"\s+", " ", one.text) for one in report(write_metrics(Path("run"), rows)).all("tr")]
+    assert told[1:] == ["web2.0001.500-0.500-", "held out---1.250"]
+
+
+def test_a_source_has_one_colour_in_all_charts() -> None:
+    rows = [
+        {"step": step, "channel_loss/coverage": 1.0}
+        | {f"channel_loss/{name}": 2.0 + step for name in ("code", "web")}
+        | {"channel_tokens/code": 10, "channel_tokens/web": 90, "data/mix/code": 0.1, "data/mix/web": 0.9}
+        for step in range(3)
+    ]
+    lines = report(write_metrics(Path("run"), rows)).all("path", class_="line")
+    colours = {(one.attributes["data-name"], one.attributes["class"]) for one in lines if "data-name" in one.attributes}
+    assert colours == {("web", "line c0"), ("code", "line c1")}
+
+
 def test_checkpoints_of_the_folder_are_listed() -> None:
     folder = Path("work/kept")
     checkpoints = writer(folder, keep=9)

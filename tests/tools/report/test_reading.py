@@ -35,6 +35,13 @@ def test_what_the_logger_writes_is_read() -> None:
     assert found["text"].values.tolist() == [1.5], "cells that are no number are left out"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_files_that_windows_touched_are_read(encoding: str, end: str) -> None:
+    Path("metrics.csv").write_bytes(end.join(["step,train/loss", "0,3.0", "1,2.0", ""]).encode(encoding))
+    assert read([Path("metrics.csv")])["train/loss"].values.tolist() == [3, 2]
+
+
 @pytest.mark.parametrize("end", ["2,1.2", "2,", "2", "2,1.25,"])
 def test_the_line_that_is_being_written_is_left_out(end: str) -> None:
     Path("metrics.csv").write_text(f"step,train/loss\n0,3.0\n1,2.0\n{end}")
@@ -146,6 +153,9 @@ def test_what_is_no_run_is_told() -> None:
         ("step,train/loss\n1,", "must have values, but got none yet"),
         ("a,b\n1,2\n", "must have a column `step`, but got columns a, b"),
         ("step,train/loss\nx,2.0\n", "must be the CSV of CSVLogger"),
+        ("step,train/loss\ninf,2.0\n", "must be the CSV of CSVLogger"),
+        (f"step,train/loss\n{2**64},2.0\n", "must be the CSV of CSVLogger"),
+        ("a\x1b[31m,b\n1,2\n", "but got columns a?[31m, b"),
     ],
 )
 def test_a_file_without_rows_is_told(content: str, said: str) -> None:
@@ -158,6 +168,21 @@ def test_a_broken_table_of_experts_is_told() -> None:
     table = write_run(Path("run")) / "moe_router" / "tokens_per_expert.csv"
     table.write_text("a,b\n1,2\n")
     assert "must have the columns first_step, last_step" in refusal("run")
+
+
+@pytest.mark.parametrize(
+    ("cells", "said"),
+    [
+        ("999999999,3", "expert 999999999 in 1 row"),
+        ("-1,3", "expert -1"),
+        ("0,-3", "-3 tokens"),
+        (f"0,{2**70}", "token"),
+    ],
+)
+def test_a_number_that_no_table_of_experts_has_is_told(cells: str, said: str) -> None:
+    table = write_run(Path("run")) / "moe_router" / "tokens_per_expert.csv"
+    table.write_text(f"first_step,last_step,layer,module,expert,tokens\n1,5,layer_00,m,{cells}\n")
+    assert said in refusal("run")
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

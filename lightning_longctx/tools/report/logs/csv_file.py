@@ -14,6 +14,7 @@ from lightning_longctx.tools.report.series import Series
 __all__ = ["files_in", "read"]
 
 _STEP = "step"
+_TOLD = 80  # characters of a file that may be of any kind
 
 
 def files_in(path: Path) -> list[Path]:
@@ -42,7 +43,8 @@ def read(files: Sequence[Path]) -> dict[str, Series]:
         chunks = read_rows(path)
         names = next(chunks)[0]
         if _STEP not in names:
-            got = f"columns {', '.join(names[:5])}" if names else "an empty file"
+            told = "".join(char if char.isprintable() else "?" for char in ", ".join(names[:5]))[:_TOLD]
+            got = f"columns {told}" if names else "an empty file"
             raise ConfigurationError(str(path), "must have a column `step`", got, fix)
         return _read(chunks, names)
     except (csv.Error, ValueError, OverflowError) as error:
