@@ -141,9 +141,8 @@ class MoERouterHeatmap(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the routers of the sharded model, before anything runs or is compiled."""
-        self._directory = own_folder(
-            trainer.log_dir or trainer.default_root_dir
-        )  # every rank: Lightning sends it around
+        folder = trainer.log_dir  # every rank: Lightning sends it around
+        self._directory = own_folder(folder or trainer.default_root_dir)
         self._detach()
         if self.every_n_steps is None:
             return
