@@ -290,7 +290,12 @@ def _end_children(trainer: LightningTrainer) -> None:
     Lightning ends them only on Ctrl+C. They get a moment to end by themselves, since one of them may be about to print
     the error that this process fails of.
     """
-    children = [child for child in getattr(trainer.strategy.launcher, "procs", None) or [] if hasattr(child, "poll")]
+    processes = getattr(trainer.strategy.launcher, "procs", None) or []
+    children = [child for child in processes if hasattr(child, "poll")]
+    if children:
+        # Lightning's watching thread reads this list every 5 s and kills this process over a child that died: it would
+        # take its exit code, and the error that it has yet to print.
+        processes.clear()
     deadline = time.monotonic() + _CHILD_GRACE
     while time.monotonic() < deadline and any(child.poll() is None for child in children):
         time.sleep(0.05)

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch import Trainer
 
+from lightning_longctx.cli import app
 from tests.helpers.processes import environment
 
 # The script that pip makes of `longctx = "lightning_longctx.cli:main"`, by its content.
@@ -115,6 +119,20 @@ def test_a_failing_main_process_takes_its_child_along(how: str, code: int, scrip
     assert len(errors(finished)) == (1 if how == "data" else 0)
     assert ("toys.jsonl line 7" if how == "data" else "RuntimeError: a bug of the user") in finished.stderr
     assert ("Traceback" in finished.stderr) == (how == "bug")
+
+
+def test_the_watching_thread_leaves_a_failing_main_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's thread kills the main process over a dead child, also over one that the main process has ended."""
+    monkeypatch.setattr(app, "_CHILD_GRACE", 0.0)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    launcher = SimpleNamespace(procs=[child])
+    watching = _ChildProcessObserver(os.getpid(), launcher.procs)
+    killed: list[bool] = []
+    monkeypatch.setattr(watching, "_terminate_all", lambda: killed.append(True))
+    app._end_children(cast("Trainer", SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))))
+    assert child.returncode == -signal.SIGKILL
+    assert watching._run()  # True: nothing is left to watch
+    assert killed == []
 
 
 @pytest.mark.distributed

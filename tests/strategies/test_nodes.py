@@ -70,7 +70,10 @@ def test_two_launch_groups_train_as_one_process(launcher):
     printed = outputs_of(nodes, LIMIT)
     assert "2 processes on 2 nodes" in printed[0]
     assert "warning: ranks 0-1 share a row across nodes" in printed[0]
-    assert "cross nodes: the exchanges of every layer wait for the network" in " ".join(printed[0].split())
+    warning = (
+        "1 sequence-parallel group, the first of ranks [0, 1], on several nodes: the exchanges of every layer wait"
+    )
+    assert warning in " ".join(printed[0].split())
     expected = run_ranks(train, 1, 1, {})[0]["weights"]
     for rank in range(2):
         weights = torch.load(f"rank{rank}.pt", weights_only=True)
