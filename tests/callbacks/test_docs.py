@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +148,3 @@ def test_the_table_lists_what_checkpoints_log(monkeypatch: pytest.MonkeyPatch) -
     plain = {re.sub(r"/(weights|optimizer)$", "/<slot>", key) for key in logged}
     assert plain == documented_rows()["AsyncDCPCheckpoint"]
     assert plain == set(re.findall(r"``(checkpoint/[^`]+)``", CheckpointReport.__doc__ or ""))
-
-
-@pytest.mark.parametrize(
-    "name", sorted(path.stem for path in (DOCS.parent / "lightning_longctx/callbacks").glob("*.py"))
-)
-def test_examples_in_docstrings_are_right(name: str) -> None:
-    module = import_module(f"lightning_longctx.callbacks.{name}".removesuffix(".__init__"))
-    assert doctest.testmod(module).failed == 0
