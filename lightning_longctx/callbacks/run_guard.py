@@ -26,6 +26,7 @@ from lightning_longctx.callbacks.loss_history import LossHistory
 from lightning_longctx.callbacks.run_metrics import own_folder
 from lightning_longctx.callbacks.step_tally import TallyMember
 from lightning_longctx.callbacks.watchdog import Watchdog
+from lightning_longctx.checkpoint.address import is_address
 from lightning_longctx.errors import ConfigurationError, DivergenceError
 from lightning_longctx.topology import Topology, topology_of
 
@@ -55,7 +56,8 @@ class RunGuard(Callback):
     on the host. A step without ``per_token_loss`` or packed batches has its loss watched, but no documents to name.
 
     Args:
-        dirpath: folder of the reports. Default None: the logger's, else ``default_root_dir``.
+        dirpath: folder of the reports, on this machine. Default None: the logger's, else ``default_root_dir``; the working
+            folder where that is an address.
         hang_factor: of the median time of a micro-batch. Default 10.
         hang_least_s: seconds below which nothing counts as a hang. Default 300: a blocking save or a row of slow
             documents takes longer than ten short steps. Set it above your longest save.
@@ -84,6 +86,7 @@ class RunGuard(Callback):
         documents: int = 5,
     ) -> None:
         super().__init__()
+        _check("dirpath", not is_address(dirpath), "must be a folder of this machine", dirpath)
         _check("hang_factor", hang_factor > 1, "must be above 1", hang_factor)
         _check("hang_least_s", hang_least_s > 0, "must be positive", hang_least_s)
         _check("spike_factor", spike_factor > 1, "must be above 1", spike_factor)

@@ -134,6 +134,7 @@ def test_files_and_lines_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
+        {"dirpath": "s3://bucket/run"},
         {"hang_factor": 1.0},
         {"hang_least_s": 0.0},
         {"spike_factor": 0.5},
