@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_longctx.callbacks.checkpoint_report import STALL
@@ -75,24 +76,34 @@ def _plain(version: object) -> int | str | None:
 @rank_zero_only
 def _continue_csv(logger: CSVLogger, version: int | str, step: int) -> None:
     logger._experiment, logger._version = None, version
-    path = Path(logger.log_dir) / "metrics.csv"
-    rows: list[dict[str, str]] = []
-    keys: list[str] = []
-    if path.is_file():
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            keys, rows = list(reader.fieldnames or []), _rows_until(list(reader), step)
-        path.unlink()  # Lightning's writer would remove it
+    files, path = logger._fs, f"{logger.log_dir}/{ExperimentWriter.NAME_METRICS_FILE}"
+    aside, new = f"{path}.before", f"{path}.new"
+    if files.isfile(path):
+        files.mv(
+            path, aside
+        )  # Lightning's writer would remove it. Whoever dies before the end leaves it to the next start
     with warnings.catch_warnings():  # not true here: what was logged before the checkpoint is written again below
         warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
         experiment = logger.experiment
+    if not files.isfile(aside):
+        return
+    with files.open(aside, "r", newline="") as file:
+        reader = csv.DictReader(_whole_lines(file))
+        rows = _rows_until(list(reader), step)
     if rows:
         # The writer appends to the file that it finds, with the columns that it knows.
-        experiment.metrics_keys = keys
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=keys)
+        experiment.metrics_keys = list(reader.fieldnames or [])
+        with files.open(new, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=experiment.metrics_keys)
             writer.writeheader()
             writer.writerows(rows)
+        files.mv(new, path)
+    files.rm_file(aside)
+
+
+def _whole_lines(file: Iterable[str]) -> Iterator[str]:
+    """Lines but a last one that was cut short: a killed process may have left half of a number."""
+    return (line for line in file if line.endswith("\n"))
 
 
 @rank_zero_only

@@ -56,8 +56,8 @@ class RunGuard(Callback):
     on the host. A step without ``per_token_loss`` or packed batches has its loss watched, but no documents to name.
 
     Args:
-        dirpath: folder of the reports, on this machine. Default None: the logger's, else ``default_root_dir``; the working
-            folder where that is an address.
+        dirpath: folder of the reports, on this machine. Default None: the logger's, else ``default_root_dir``;
+            the working folder where that is an address.
         hang_factor: of the median time of a micro-batch. Default 10.
         hang_least_s: seconds below which nothing counts as a hang. Default 300: a blocking save or a row of slow
             documents takes longer than ten short steps. Set it above your longest save.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,68 @@ def test_without_a_row_of_the_save_all_of_its_step_stay() -> None:
 
 def _run(loggers: list[Any]) -> Any:
     return SimpleNamespace(loggers=loggers)
+
+
+def _csv(folder: str, steps: range = range(0)) -> CSVLogger:
+    logger = CSVLogger(folder, name="", version="a")
+    for step in steps:
+        logger.log_metrics({"loss": step + 0.25}, step)
+    if steps:
+        logger.save()
+    return logger
+
+
+def _goes_on(folder: str) -> str:
+    """The file after a resume at step 2 that goes on to step 3."""
+    logger = _csv(folder)
+    continue_loggers(_run([logger]), logger_identities(_run([logger])), step=2)
+    logger.log_metrics({"loss": 3.5}, 3)
+    logger.save()
+    files = logger._fs
+    assert [Path(str(name)).name for name in files.ls(logger.log_dir, detail=False)] == ["metrics.csv"]
+    return str(files.cat_file(f"{logger.log_dir}/metrics.csv").decode())
+
+
+@pytest.mark.parametrize("folder", ["runs", "memory://of-a-resumed-csv"])
+def test_a_csv_goes_on_wherever_it_is(folder: str) -> None:
+    """At an address, Lightning's writer removed what was there."""
+    _csv(folder, range(5))
+    assert _goes_on(folder).split() == ["loss,step", "0.25,0", "1.25,1", "2.25,2", "3.5,3"]
+
+
+def test_a_line_of_a_csv_that_was_cut_short_is_no_number() -> None:
+    _csv("runs", range(3))
+    file = Path("runs/a/metrics.csv")
+    file.write_bytes(file.read_bytes()[:-5])  # of `2.25,2`
+    assert _goes_on("runs").split() == ["loss,step", "0.25,0", "1.25,1", "3.5,3"]
+
+
+@pytest.mark.parametrize("change", range(4))
+def test_a_csv_outlives_a_kill_while_it_is_read(change: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each change of a file, this process is gone; the next one has what was there."""
+
+    class Killed(BaseException):
+        pass
+
+    _csv("runs", range(3))
+    dying = _csv("runs")
+    changes = iter(range(100))
+
+    def dies(function: Any) -> Any:
+        def instead(*args: Any, **options: Any) -> Any:
+            if next(changes) == change:
+                raise Killed
+            return function(*args, **options)
+
+        return instead
+
+    with monkeypatch.context() as patch:
+        for name in ("mv", "rm_file"):
+            patch.setattr(dying._fs, name, dies(getattr(dying._fs, name)))
+        patch.setattr(csv.DictWriter, "writerows", dies(csv.DictWriter.writerows))
+        with pytest.raises(Killed):
+            continue_loggers(_run([dying]), logger_identities(_run([dying])), step=2)
+    assert _goes_on("runs").split() == ["loss,step", "0.25,0", "1.25,1", "2.25,2", "3.5,3"]
 
 
 @pytest.mark.parametrize("opened", [False, True])
