@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_longctx.callbacks.closing import closing_of
 from lightning_longctx.callbacks.flops import model_flops
 from lightning_longctx.callbacks.gradient_norm import gradient_squares
-from lightning_longctx.callbacks.progress_bar import hide_unknown_epochs, restore_epochs
+from lightning_longctx.callbacks.progress_bar import hide_unknown_epochs, restore_epochs, set_length
 from lightning_longctx.callbacks.run_metrics import data_metrics, log_evaluated, slowest_rank_metrics
 from lightning_longctx.callbacks.run_totals import RunTotals
 from lightning_longctx.callbacks.speed import Pace, Speed, device_peak
@@ -70,10 +70,10 @@ class TrainingMetrics(Callback):
     size of attention (:func:`~lightning_longctx.callbacks.flops.model_flops`), no utilization on a device without a
     known peak, no memory on the CPU. Once, after ten steps, a line tells tokens per second and per day.
 
-    Progress bars show loss, tokens per second, fill and the median wait for data; Lightning's Rich bar shows no ``/-2``
-    where a run has no number of epochs. At the end of a fit, also after Ctrl-C, the first rank prints closing lines:
-    steps, tokens, time, fill and loss up to the last logged step, then what every part with a method
-    ``closing_lines() -> list[str]`` has to say.
+    Progress bars show loss, tokens per second, fill and the median wait for data. Lightning's Rich bar shows no ``/-2``
+    where a run has no number of epochs, and both its bars end where the run does, with accumulation and after a resume.
+    At the end of a fit, also after Ctrl-C, the first rank prints closing lines: steps, tokens, time, fill and loss up
+    to the last logged step, then what every part with a method ``closing_lines() -> list[str]`` has to say.
 
     Args:
         device_peak_tflops: peak of a device in 10^12 operations per second, dense, at the run's precision. Default
@@ -98,6 +98,7 @@ class TrainingMetrics(Callback):
         self._tokens = TallyMember()
         self._since_log: Tensor | None = None
         self._pace: Pace | None = None
+        self._begun = False
         self._speed: Speed | None = None
         self._totals: RunTotals | None = None
         self._learning_rate: float | Tensor | None = None
@@ -132,6 +133,7 @@ class TrainingMetrics(Callback):
         """Start the clock."""
         self._since_log = torch.zeros_like(self._tokens.begin(trainer).values)
         self._pace = Pace()
+        self._begun = False
         peak = self._peak or device_peak(trainer.strategy.root_device, str(trainer.precision))
         self._speed = Speed(self._topology, model_flops(pl_module), peak)
         self._learning_rate, self._has_gradient_norm = None, False
@@ -164,6 +166,11 @@ class TrainingMetrics(Callback):
         """Forget micro-batches that no step followed: Lightning has dropped their gradients."""
         if self._tokens.tally is not None and pl_module.automatic_optimization:
             self._tokens.tally.forget_unfinished_step()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Give the progress bar its length, which a resume or another accumulation changes."""
+        set_length(trainer, pl_module, batch_idx, first=not self._begun)
+        self._begun = True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Take the gradient norm (after the scaling to the token mean, before clipping) and the learning rate."""
