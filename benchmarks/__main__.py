@@ -53,7 +53,7 @@ class Benchmark:
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "packing": Benchmark(
-        "buffer policies against other packers",
+        "buffer policies against other packers, means over all streams and windows",
         ("--seeds", "1", "--micro-batches", "30", "--parts", "grid"),
         ("--full",),  # with 3 streams of a cell its bars are a matter of luck
     ),
