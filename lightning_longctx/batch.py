@@ -229,6 +229,11 @@ def _check_documents(batch: Mapping[str, Any]) -> None:
     if bool((last != IGNORE_INDEX).any()):
         got = last.tolist()
         _fail("shift_labels", "must be -100 on the last token of each document", got, "Shift inside each document.")
+    labels = batch["shift_labels"][0]
+    unknown = labels[(labels < 0) & (labels != IGNORE_INDEX)]
+    if unknown.numel():
+        fix = "Mask with -100 alone."
+        _fail("shift_labels", "must be token ids, or -100 where there is no target", int(unknown[0]), fix)
     padding = batch["source_ids"][0] == PAD_SOURCE_ID
     if bool((batch["shift_labels"][0][padding] != IGNORE_INDEX).any()):
         _fail("shift_labels", "must be -100 on padding", "a target on a padding token", "Padding is never trained.")

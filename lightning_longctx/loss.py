@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_longctx.batch import IGNORE_INDEX, count_targets
 from lightning_longctx.errors import BatchContractError, ConfigurationError
 
-__all__ = ["TokenLoss", "causal_lm_loss", "weighted_term"]
+__all__ = ["TokenLoss", "capped_lm_loss", "causal_lm_loss", "weighted_term"]
 
 # Elements of one chunk of logits: 64 MiB in fp32. Chosen by benchmarks/loss.py (docs/loss.md has the table): smaller
 # chunks add a pass over the weight gradient for each chunk, larger ones gain no speed.
@@ -79,25 +79,63 @@ def causal_lm_loss(
         >>> round(out.mean.item(), 4), out.per_token_loss.shape
         (2.0794, torch.Size([1, 3]))
     """
-    labels, divisor = batch["shift_labels"], batch["loss_divisor"]
     source = _check_form(hidden_states, lm_head_weight, logits, bias)
-    if source.shape[:-1] != labels.shape:
-        fix = "Pass the hidden states and the labels of the same shard."
-        rule = f"must have the shape of the tokens {list(source.shape[:-1])}"
-        raise BatchContractError("batch['shift_labels']", rule, list(labels.shape), fix)
-    flat, flat_labels = source.flatten(0, -2), labels.flatten()
+    _check_labels(source, batch["shift_labels"])
     if logits is None:
+        assert hidden_states is not None
         assert lm_head_weight is not None
-        flat, weight, head_bias = _autocast(flat, lm_head_weight, bias)
-        chunk = _chunk_tokens(chunk_tokens, weight.shape[0])
-        summed, per_token = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            flat, weight, head_bias, flat_labels, chunk, torch.is_grad_enabled()
-        )
-    else:
-        chunk = _chunk_tokens(chunk_tokens, flat.shape[-1])
-        summed, per_token = _CrossEntropy.apply(flat, flat_labels, chunk)  # type: ignore[no-untyped-call]
+        return _linear_loss(hidden_states, lm_head_weight, batch, bias, chunk_tokens, None)
+    flat, chunk = logits.flatten(0, -2), _chunk_tokens(chunk_tokens, logits.shape[-1])
+    summed, per_token = _CrossEntropy.apply(flat, batch["shift_labels"].flatten(), chunk)  # type: ignore[no-untyped-call]
+    return _token_loss(summed, per_token, batch)
+
+
+def capped_lm_loss(
+    hidden_states: Tensor,
+    lm_head_weight: Tensor,
+    batch: Mapping[str, Any],
+    cap: float,
+    *,
+    bias: Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> TokenLoss:
+    """:func:`causal_lm_loss` for a head whose logits are bounded: ``cap * tanh(product / cap)``, as in Gemma.
+
+    Args:
+        hidden_states: ``[1, T/S, H]``, local.
+        lm_head_weight: ``[V, H]``, whole.
+        batch: the packed batch of the same shard.
+        cap: bound of the logits.
+        bias: ``[V]``, of the head.
+        chunk_tokens: as of :func:`causal_lm_loss`.
+
+    Raises:
+        ConfigurationError: a chunk of more than 2^31 - 1 logits; a sharded weight.
+        BatchContractError: labels whose shape is not that of the tokens.
+    """
+    _check_labels(_check_form(hidden_states, lm_head_weight, None, bias), batch["shift_labels"])
+    return _linear_loss(hidden_states, lm_head_weight, batch, bias, chunk_tokens, cap)
+
+
+def _linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: Mapping[str, Any],
+    bias: Tensor | None,
+    chunk_tokens: int | None,
+    cap: float | None,
+) -> TokenLoss:
+    flat, weight, bias = _autocast(hidden.flatten(0, -2), weight, bias)
+    chunk, labels = _chunk_tokens(chunk_tokens, weight.shape[0]), batch["shift_labels"].flatten()
+    summed, per_token = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        flat, weight, bias, labels, chunk, cap, torch.is_grad_enabled()
+    )
+    return _token_loss(summed, per_token, batch)
+
+
+def _token_loss(summed: Tensor, per_token: Tensor, batch: Mapping[str, Any]) -> TokenLoss:
     mean = summed.detach() / count_targets(batch).clamp(min=1)
-    return TokenLoss(summed / divisor, mean, per_token.view(labels.shape))
+    return TokenLoss(summed / batch["loss_divisor"], mean, per_token.view(batch["shift_labels"].shape))
 
 
 def weighted_term(term: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -142,6 +180,13 @@ def _check_form(hidden: Tensor | None, weight: Tensor | None, logits: Tensor | N
     return source
 
 
+def _check_labels(source: Tensor, labels: Tensor) -> None:
+    if source.shape[:-1] != labels.shape:
+        fix = "Pass the hidden states and the labels of the same shard."
+        rule = f"must have the shape of the tokens {list(source.shape[:-1])}"
+        raise BatchContractError("batch['shift_labels']", rule, list(labels.shape), fix)
+
+
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     kind = hidden.device.type
     if not torch.is_autocast_enabled(kind):
@@ -165,7 +210,8 @@ def _chunk_tokens(asked: int | None, vocabulary: int) -> int:
 def _token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turn float32 logits [C, V] in place into exp(logits - max); return losses, targets, valid and the sums [C, 1]."""
     valid = labels != IGNORE_INDEX
-    targets = labels.clamp(min=0).unsqueeze(1)  # [C, 1]
+    # Only the mark of "no target" gets a place: any other id that the vocabulary lacks fails in `gather`.
+    targets = labels.masked_fill(~valid, 0).unsqueeze(1)  # [C, 1]
     highest = logits.amax(1, keepdim=True)
     at_target = logits.gather(1, targets)
     sums = logits.sub_(highest).exp_().sum(1, keepdim=True)
@@ -179,17 +225,32 @@ def _logit_gradient(exponentials: Tensor, targets: Tensor, valid: Tensor, sums: 
     return exponentials.scatter_add_(1, targets, -valid.to(exponentials.dtype))
 
 
+def _cap_logits(logits: Tensor, cap: float) -> Tensor:
+    """Bend float32 logits in place to ``cap * tanh(logits / cap)``; return the slope of that, of the same shape."""
+    bent = logits.div_(cap).tanh_()
+    slope = bent.square().neg_().add_(1)
+    logits.mul_(cap)
+    return slope
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Summed and per-token cross entropy of ``hidden @ weight.T + bias``; gradients are made in forward.
 
-    Inputs: hidden [N, H], weight [V, H], bias [V] or None, labels int64 [N], chunk, whether gradients are wanted
-    (autograd does not say so inside forward). The gradients stay unscaled until backward, so that float16 does not
-    underflow at a divisor of a million.
+    Inputs: hidden [N, H], weight [V, H], bias [V] or None, labels int64 [N], chunk, the bound of the logits or None,
+    whether gradients are wanted (autograd does not say so inside forward). The gradients stay unscaled until backward,
+    so that float16 does not underflow at a divisor of a million.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int, wants_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
+        cap: float | None,
+        wants_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         needs = [needed and wants_grad for needed in ctx.needs_input_grad[:3]]
         per_token = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
@@ -202,10 +263,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = slice(start, start + chunk)
                 tokens = hidden[part]
                 logits = _project(tokens, weight, bias)
+                slope = None if cap is None else _cap_logits(logits, cap)
                 per_token[part], targets, valid, sums = _token_losses(logits, labels[part])
                 if not any(needs):
                     continue
                 grad = _logit_gradient(logits, targets, valid, sums)  # [C, V]
+                if slope is not None:
+                    grad.mul_(slope)
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
                 grad = grad.to(hidden.dtype)
@@ -213,7 +277,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     torch.mm(grad, weight, out=grad_hidden[part])
                 if grad_weight is not None:
                     _accumulate(grad_weight, grad, tokens)
-                del logits, grad  # or one chunk would outlive the next one's first product
+                del logits, grad, slope  # or one chunk would outlive the next one's first product
         ctx.gradients = (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -232,8 +296,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         for gradient in gradients:
             if gradient is not None:
-                gradient.mul_(grads[0].to(gradient.dtype))
-        return (*gradients, None, None, None)
+                # One dimension, so that the product is taken in float32: a bfloat16 factor is off by up to 0.4 %.
+                torch.mul(gradient, grads[0].view(1), out=gradient)
+        return (*gradients, None, None, None, None)
 
 
 class _CrossEntropy(torch.autograd.Function):

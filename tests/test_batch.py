@@ -59,6 +59,7 @@ BREACHES = [
     ("source_ids", lambda b: None, "must be int64 [1, 8]", "NoneType None"),
     ("position_ids", lambda b: torch.arange(8)[None], "must restart at 0", "3 at token 3"),
     ("shift_labels", lambda b: b["input_ids"], "must be -100 on the last token of each document", "["),
+    ("shift_labels", lambda b: b["shift_labels"].clamp(max=-1), "must be token ids, or -100", "-1"),
 ]
 
 

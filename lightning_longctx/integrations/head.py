@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
-from lightning_longctx.batch import count_targets
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.integrations.attention import AttentionProbe
-from lightning_longctx.loss import TokenLoss, causal_lm_loss
+from lightning_longctx.loss import TokenLoss, capped_lm_loss, causal_lm_loss
 from lightning_longctx.units import counted
 
 if TYPE_CHECKING:
@@ -36,8 +34,6 @@ _PROBE_LOGIT = 60.0
 # Relative difference that still counts as equal in float32. A token that moves to another expert changes the sizes of
 # matrix products and with them the last bits of its neighbours (1e-6); a layer that mixes tokens shows 1e-2.
 _TOLERANCE = 1e-4
-# Elements of one chunk of capped logits: 64 MiB in float32, as in `causal_lm_loss`.
-_CHUNK_ELEMENTS = 2**24
 
 _SCALE_KEYS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _CAP_KEYS = ("final_logit_softcapping", "logits_soft_cap")
@@ -130,8 +126,7 @@ def head_loss(
 ) -> TokenLoss:
     """Compute the loss from hidden states, never holding the logits of a whole row.
 
-    A scale is applied to the hidden states, which is the same product. A cap needs the logits: they are formed, capped
-    and dropped chunk by chunk, and formed again in backward.
+    A scale is applied to the hidden states, which is the same product; a cap to each chunk of logits.
 
     Args:
         transform: what the model does to its logits.
@@ -143,33 +138,13 @@ def head_loss(
     Returns:
         The loss, as ``causal_lm_loss`` gives it.
     """
+    bias: Tensor | None = head.bias
+    if transform.scale != 1.0:
+        hidden = hidden * transform.scale
+        bias = None if bias is None else bias * transform.scale
     if transform.cap is None:
-        bias: Tensor | None = head.bias
-        if transform.scale != 1.0:
-            hidden = hidden * transform.scale
-            bias = None if bias is None else bias * transform.scale
         return causal_lm_loss(hidden, head.weight, batch, bias=bias, chunk_tokens=chunk_tokens)
-    length = chunk_tokens or max(256, _CHUNK_ELEMENTS // head.weight.shape[0])
-    losses, per_token = [], []
-    for start in range(0, hidden.shape[1], length):
-        part = slice(start, start + length)
-        labels = {"shift_labels": batch["shift_labels"][:, part], "loss_divisor": batch["loss_divisor"]}
-        loss, each = checkpoint(
-            _capped_loss, transform, head.weight, head.bias, hidden[:, part], labels, use_reentrant=False
-        )
-        losses.append(loss)
-        per_token.append(each)
-    tokens = torch.cat(per_token, dim=1)  # [1, T/S]
-    mean = tokens.sum() / count_targets(batch).clamp(min=1)
-    return TokenLoss(torch.stack(losses).sum(), mean, tokens)
-
-
-def _capped_loss(
-    transform: HeadTransform, weight: Tensor, bias: Tensor | None, hidden: Tensor, labels: Mapping[str, Any]
-) -> tuple[Tensor, Tensor]:
-    logits = transform(linear(hidden, weight, bias).float())
-    out = causal_lm_loss(None, None, labels, logits=logits, chunk_tokens=hidden.shape[1])
-    return out.loss, out.per_token_loss
+    return capped_lm_loss(hidden, head.weight, batch, transform.cap, bias=bias, chunk_tokens=chunk_tokens)
 
 
 def _probe(model: PreTrainedModel, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, AttentionProbe]:

@@ -140,3 +140,15 @@ def test_chunks_do_not_change_the_loss(chunk: int, cap: float | None) -> None:
     assert out.mean.item() == pytest.approx((each.sum() / 21).item(), rel=1e-6)
     for ours, theirs in zip(grads, [copy.grad, twin.weight.grad, twin.bias.grad], strict=True):
         assert relative_error(ours, theirs) <= 1e-5
+
+
+def test_a_capped_head_accumulates_in_float32_over_chunks() -> None:
+    """2,048 chunks that each add the same amount: a bfloat16 running sum stops growing at 256 of them."""
+    tokens, head = 2048, nn.Linear(1, 2).bfloat16()
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    batch = {"shift_labels": torch.zeros(1, tokens, dtype=torch.int64), "loss_divisor": 1}
+    hidden = torch.ones(1, tokens, 1, dtype=torch.bfloat16)
+    head_loss(HeadTransform(cap=30.0), head, hidden, batch, chunk_tokens=1).loss.backward()
+    for gradient in (head.weight.grad, head.bias.grad):
+        assert gradient.flatten().tolist() == [-0.5 * tokens, 0.5 * tokens]
