@@ -184,7 +184,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             if stage == TrainerFn.FITTING and steps is not None:
                 self._trainer_settings.accumulate(self.trainer, steps)
         if stage == TrainerFn.FITTING:
-            self._prepare_ledger()
+            self._prepare_ledger().begin_fit()
             self._announce()
 
     def _announce(self) -> None:

@@ -41,6 +41,10 @@ class ConsumptionLedger:
         """The state after the last row that training took."""
         return self._used
 
+    def begin_fit(self) -> None:
+        """Note that a fit begins. The steps that are counted from now on may have the numbers of an earlier one's."""
+        self._safe, self._step = self._used, None
+
     def reweight(self, row: int, weights: Mapping[str, float]) -> None:
         """Note other weights of sources in every state that a run may resume from."""
         kept = self._safe is self._used

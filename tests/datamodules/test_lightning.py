@@ -260,6 +260,16 @@ def test_steps_after_a_resume_inside_a_window_are_those_of_the_unbroken_run(rows
     assert again.global_step == max(whole.steps) + 1
 
 
+def test_a_window_of_a_second_fit_does_not_hold_the_rows_of_the_first() -> None:
+    """Both are trained on at step 0 of their Trainer: a fit of one step, such as a dry run, and the first window."""
+    data, first, resumed = data_module(), Recorder(), Recorder()
+    trainer(max_steps=1).fit(first, data)
+    trainer(accumulate_grad_batches=4, max_steps=1, callbacks=[_SaveAfter(2)]).fit(first, data)
+    again = trainer(accumulate_grad_batches=4, max_steps=1)
+    again.fit(resumed, data_module(), ckpt_path="inside.ckpt", weights_only=False)
+    assert resumed.seen == first.seen[1:5]
+
+
 def test_an_iterator_that_has_ended_stays_ended() -> None:
     """VeOmni#864: the stop is latched; a loader that is asked again begins the next pass, never half of one."""
 
