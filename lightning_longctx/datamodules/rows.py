@@ -221,10 +221,17 @@ class RowBuilder:
             if piece is not None:
                 self._counters["documents_cut"] += 1
                 chosen.append(piece)
-        if settings.drop_last and chosen and self._exhausted and self._pool.tokens < left:
+        if settings.drop_last and chosen and self._exhausted and self._is_short(chosen, budget):
             self._counters += left_over([*chosen, *self._pool.take(range(len(self._pool)))])
             return []
         return chosen
+
+    def _is_short(self, chosen: list[Candidate], budget: Budget) -> bool:
+        """Whether all that waits is below the budget: of tokens, and under ``count_targets`` of targets as well."""
+        rest = [*chosen, *self._pool.candidates]
+        if self._settings.count_targets and sum(candidate.targets for candidate in rest) >= budget.counted:
+            return False
+        return sum(candidate.length for candidate in rest) < budget.physical
 
     def _budget(self, row: int) -> Budget:
         settings = self._settings

@@ -118,6 +118,16 @@ def test_which_budget_closed_a_row_is_counted() -> None:
 # -- warm-up -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_last_row_that_is_full_of_targets_is_not_left_out() -> None:
+    """Its tokens are fewer than the cap on them: what a row has to hold is targets."""
+    items = [{"input_ids": [1] * 13, "labels": [-100] * 3 + [1] * 10} for _ in range(7)]
+    packing = PackingSettings(count_mode="effective", physical_overflow_ratio=2.0)
+    data = data_module({"a": items}, size=20, max_seq_len=30, packing=packing, drop_last=True)
+    rows = list(data.train_dataloader())
+    assert [int((row["shift_labels"] != -100).sum()) for row in rows] == [30, 30]
+    assert data.counters["documents_left_over"] == 1
+
+
 def test_the_budget_grows_and_readiness_uses_it() -> None:
     warmup = RowWarmup(rows=4, initial_tokens=8)
     full = Budget(32, 32, 4096)
