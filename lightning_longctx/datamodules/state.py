@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_longctx.datamodules.documents import DocumentReader
+from lightning_longctx.datamodules.mixing import SourceState
 from lightning_longctx.datamodules.policies import BufferPolicy
 from lightning_longctx.datamodules.pool import Candidate
 from lightning_longctx.datamodules.redeal import redeal
@@ -112,9 +113,9 @@ def changes(saved: Mapping[str, Any], settings: RowSettings, policy: BufferPolic
 
 def _adapted(state: RowState, saved: Mapping[str, Any], settings: RowSettings) -> RowState:
     """A rank's state under the present settings: source ids, documents, planned rows and credits that still hold."""
-    reader, before = settings.reader, saved["settings"]
+    reader, before, present = settings.reader, saved["settings"], _settings(settings)
     names = [source.name for source in reader.sources]
-    if any(before[key] != value for key, value in _settings(settings).items() if key in _PLANS):
+    if any(before.get(key) != present.get(key) for key in _PLANS):
         state = replace(state, candidates=state.waiting, planned=())  # rows are chosen again
     counters = Counter(state.counters)
 
@@ -127,18 +128,24 @@ def _adapted(state: RowState, saved: Mapping[str, Any], settings: RowSettings) -
     sources = {name: found for name, found in state.sources.items() if name in names}
     if before["loading.mixing"] != settings.sequence.mixing:
         sources = {name: replace(found, credit=0.0) for name, found in sources.items()}
-    reweighted = any(
-        before.get(key, value) != value for key, value in _settings(settings).items() if key.endswith(".weight")
-    )
+    same_end = before["loading.stop_mode"] == settings.sequence.stop_mode
+    if not same_end:  # which sources have ended is found out anew: a small one may begin again
+        sources = {name: _reopened(found) for name, found in sources.items()}
+    reweighted = any(before.get(key, value) != value for key, value in present.items() if key.endswith(".weight"))
     return replace(
         state,
-        exhausted=state.exhausted and set(names) <= set(saved["sources"]),
+        exhausted=state.exhausted and same_end and set(names) <= set(saved["sources"]),
         sources=sources,
         weights=() if reweighted else state.weights,
         candidates=adapt(state.candidates),
         planned=tuple(entry for entry in planned if entry.candidates),
         counters=dict(counters),
     )
+
+
+def _reopened(state: SourceState) -> SourceState:
+    """A source that may go on; one that had ended is owed nothing."""
+    return replace(state, place=state.place._replace(ended=False), credit=0.0) if state.place.ended else state
 
 
 def _renamed(
@@ -178,8 +185,10 @@ def _fitted(candidate: Candidate | None, reader: DocumentReader, counters: Count
         yield candidate
 
 
+# The cap beside a budget of targets, or of a number of documents.
+_MOST_TOKENS = "most tokens of a row"
 # Settings under which a planned row would be another.
-_PLANS = ("data.max_seq_len", "tokens of a row", "packing.count_mode", "loading.balance")
+_PLANS = ("data.max_seq_len", "tokens of a row", _MOST_TOKENS, "packing.count_mode", "loading.balance")
 
 
 def _settings(settings: RowSettings) -> dict[str, Any]:
@@ -188,6 +197,7 @@ def _settings(settings: RowSettings) -> dict[str, Any]:
     return {
         "data.max_seq_len": reader.window,
         "tokens of a row": budget.counted,
+        **({} if budget.physical == budget.counted else {_MOST_TOKENS: budget.physical}),
         "packing.count_mode": "effective" if settings.count_targets else "total",
         "packing.long_document": reader.long_document,
         "packing.cut_to_fill": settings.cut_to_fill,

@@ -154,3 +154,43 @@ def test_at_the_end_of_an_epoch_sources_may_change() -> None:
     _, state = _stop_after(99, data)
     assert state["ranks"][0]["finished"]
     assert sorted(_rest(state, data_module({"a": records(13)}, seed=7))) == [("a", n) for n in range(13)]
+
+
+@pytest.mark.parametrize("mixing", ["token", "sample"])
+@pytest.mark.parametrize("kind", [list, Stream])
+def test_a_source_that_had_ended_begins_again_under_forever(mixing: str, kind: Any) -> None:
+    def data(mode: str) -> DynamicBatchingDataModule:
+        return data_module({"a": kind(records(6, 8, 8)), "b": records(60, 8, 8)}, stop_mode=mode, mixing=mixing)
+
+    first, state = _stop_after(8, data("all_exhausted"))
+    assert Counter(name for name, _ in first)["a"] == 6
+    after = data("forever")
+    after.load_state_dict(state)
+    rest = _named(after, list(islice(after.train_dataloader(), 60)))
+    assert 115 <= Counter(name for name, _ in rest)["a"] <= 125
+    times = Counter(number for name, number in first + rest if name == "b")
+    assert set(times) == set(range(60))
+    assert max(times.values()) - min(times.values()) <= 1  # the other one goes on where it was
+
+
+@pytest.mark.parametrize("mixing", ["token", "sample"])
+def test_what_first_exhausted_left_is_read_under_all_exhausted(mixing: str) -> None:
+    def data(mode: str) -> DynamicBatchingDataModule:
+        return data_module({"a": records(6, 8, 8), "b": records(60, 8, 8)}, 20, stop_mode=mode, mixing=mixing)
+
+    first, state = _stop_after(1, data("first_exhausted"))
+    assert state["ranks"][0]["exhausted"]
+    rest = _rest(state, data("all_exhausted"))
+    assert sorted(first + rest) == [("a", n) for n in range(6)] + [("b", n) for n in range(60)]
+
+
+def test_planned_rows_above_a_lower_cap_are_chosen_again() -> None:
+    items = [{"input_ids": [n + 1] * 13, "labels": [-100] * 8 + [n + 1] * 5} for n in range(60)]
+
+    def data(ratio: float) -> DynamicBatchingDataModule:
+        packing = PackingSettings(count_mode="effective", physical_overflow_ratio=ratio)
+        return data_module({"a": items}, max_seq_len=30, balance=True, packing=packing)
+
+    first, state = _stop_after(6, data(2.0))
+    rest = _rest(state, data(1.5))
+    assert sorted(first + rest) == [("a", n) for n in range(60)]
