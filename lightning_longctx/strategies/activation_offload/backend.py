@@ -29,6 +29,9 @@ __all__ = ["CudaBackend", "DeviceBackend", "Event", "check_pinned_settings"]
 
 Event = Any
 
+# Pairs of timing events that wait to be read.
+_MOST_STALLS = 1024
+
 
 class DeviceBackend(ABC):
     """Copies between a device and host memory.
@@ -145,6 +148,8 @@ class CudaBackend(DeviceBackend):
         compute.wait_event(event)
         behind.record(compute)
         self._stalls.append((before, behind))
+        if len(self._stalls) >= _MOST_STALLS:  # nobody may ever ask how long they took
+            self.waited_seconds()
 
     @override
     def is_done(self, event: Event) -> bool:

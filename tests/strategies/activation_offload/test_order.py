@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightning_longctx.strategies.activation_offload.backend import CudaBackend
 from lightning_longctx.strategies.activation_offload.stash import Stash
 from lightning_longctx.strategies.activation_offload.virtual import Edge, VirtualBackend
 from tests.strategies.activation_offload.helpers import (
@@ -184,6 +186,30 @@ def test_poison_and_lateness_of_the_virtual_device():
     backend.wait(third)
     assert memory.tolist() == list(range(8))
     assert backend.is_done(second)
+
+
+def test_the_times_of_waits_that_nobody_reads_are_not_kept(monkeypatch):
+    """A pair of events for each wait of a run would fill the memory of host and device."""
+
+    class Timed:
+        def __init__(self, enable_timing):
+            self.record = lambda stream: None
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, other):
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Timed)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
+    backend = CudaBackend(torch.device("cuda", 0))
+    under_way = SimpleNamespace(query=lambda: False)
+    for _ in range(5000):
+        backend.wait(under_way)
+    assert len(backend._stalls) < 2000
+    assert backend.waited_seconds() == pytest.approx(5.0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: real streams, pinned memory, a real peak")
