@@ -121,7 +121,7 @@ class TokenMean:
                     gradient = _local(parameter.grad)
                     by_device.setdefault(gradient.device, []).append(gradient)
             for device, gradients in by_device.items():  # offloaded ones are on the host
-                torch._foreach_mul_(gradients, factor.to(device))
+                _multiply(gradients, factor.to(device))
         self._targets, self._scaled_inside = None, True
 
     def reset(self) -> None:
@@ -208,6 +208,15 @@ def _mismatch(output: Mapping[str, Any], batch: Mapping[str, Any]) -> Configurat
         f"{got:.6g} where {expected:.6g} is expected",
         "Return the `.loss` of causal_lm_loss, and each extra term made by `weighted_term` in `extra_terms`.",
     )
+
+
+def _multiply(gradients: list[Tensor], factor: Tensor) -> None:
+    if alike := [gradient for gradient in gradients if gradient.dtype == factor.dtype]:
+        torch._foreach_mul_(alike, factor)
+    for gradient in gradients:
+        if gradient.dtype != factor.dtype:
+            # One dimension, so that the product is taken in float32: a GPU rounds a factor without any to bfloat16.
+            torch.mul(gradient, factor.view(1), out=gradient)
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_longctx.errors import BatchContractError, ConfigurationError
 from lightning_longctx.token_mean import TokenMean
@@ -73,6 +74,27 @@ def test_gradients_keep_their_dtype(dtype: torch.dtype) -> None:
     mean = make_mean()
     run(mean, 4)
     assert gradient_of(mean, 1, dtype) == 4.0
+
+
+class _RoundingLikeAGpu(TorchDispatchMode):
+    """There a 0-d factor takes the dtype of what it multiplies before it does; a CPU reads it in full."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0][0] if args and isinstance(args[0], list) else args[0] if args else None
+        if len(args) > 1 and isinstance(args[1], Tensor) and args[1].dim() == 0 and first.dim():
+            args = (args[0], args[1].to(first.dtype), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_factor_of_bfloat16_gradients_is_not_rounded_on_a_gpu() -> None:
+    mean = make_mean()
+    run(mean, 12)
+    parameter = nn.Parameter(torch.zeros(256, dtype=torch.bfloat16))
+    gradient = torch.arange(1.0, 257.0, dtype=torch.bfloat16)
+    parameter.grad = gradient.clone()
+    with _RoundingLikeAGpu():
+        mean.scale_gradients([parameter], 1)
+    assert torch.equal(parameter.grad, (gradient.float() * (DIVISOR / 12)).bfloat16())
 
 
 def test_each_step_counts_anew() -> None:
