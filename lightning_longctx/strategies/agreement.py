@@ -151,6 +151,8 @@ def _short(text: str) -> str:
 def _hash(tensor: Tensor) -> Tensor:
     """Position-dependent checksum of a tensor's bits: int64, 0-d, on the host."""
     flat = tensor.detach().contiguous().flatten()
+    if flat.storage_offset() * flat.element_size() % 4:  # it begins inside of a word of another tensor's memory
+        flat = flat.clone()
     width = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for part in torch.split(flat.view(width), _HASH_CHUNK):

@@ -92,6 +92,12 @@ def test_the_hash_sees_values_order_and_dtype():
     assert _hash(tensor.bfloat16()) != _hash(tensor.bfloat16() * 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float32])
+def test_the_hash_of_a_view_is_that_of_its_values_wherever_it_begins(dtype):
+    tensor = torch.arange(9).remainder(2).to(dtype)
+    assert _hash(tensor[1:]) == _hash(tensor[1:].clone())
+
+
 @pytest.mark.parametrize("sp", [1, 2, 4])
 def test_shards_put_together_are_the_row(sp):
     row = packed_batch([7, 9, 16])
