@@ -23,6 +23,7 @@ __all__ = ["FlashAttention", "TorchVarlenAttention"]
 _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 _MIN_CAPABILITY = (8, 0)
+_HEAD_DIM_STEP = 8
 # Arguments of `varlen_attn` that this core needs; earlier releases of PyTorch lack some.
 _NEEDED = {"scale", "window_size", "enable_gqa"}
 
@@ -55,8 +56,12 @@ class TorchVarlenAttention:
 
     def refuses(self, query: Tensor, value: Tensor, window: int | None) -> str | None:
         """What the kernel cannot do, or that this PyTorch has no such function."""
+        if (reason := _refuses(query, value)) is not None:
+            return reason
+        if query.shape[-1] % _HEAD_DIM_STEP:  # the package flash-attn pads them itself
+            return f"the kernel takes heads whose width is a multiple of {_HEAD_DIM_STEP}"
         missing = "this release of PyTorch has no `varlen_attn` with grouped heads and windows"
-        return _refuses(query, value) or (None if _torch_varlen() is not None else missing)
+        return None if _torch_varlen() is not None else missing
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequence, scale: float, window: int | None

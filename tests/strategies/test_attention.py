@@ -198,6 +198,16 @@ def test_kernels_are_refused_on_a_cpu(name, reason):
         ulysses_attention(query, query, query, packed_of(BOUNDS), core=name)
 
 
+def test_heads_of_an_odd_width_are_left_to_the_exact_core(monkeypatch):
+    """PyTorch's kernel pads nothing and fails on them; `auto` must not take it."""
+    monkeypatch.setattr(varlen_attention, "_refuses", lambda query, value: None)
+    monkeypatch.setattr(FlashAttention, "refuses", lambda *args: "not installed")
+    assert TorchVarlenAttention().refuses(*[torch.randn(13, 4, 64)] * 2, None) is None
+    odd = [torch.randn(13, 4, 12)] * 2
+    assert "multiple of 8" in TorchVarlenAttention().refuses(*odd, None)
+    assert choose_core("auto", *odd, None) is CORES["documents"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 100])
