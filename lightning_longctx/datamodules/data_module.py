@@ -27,18 +27,14 @@ from lightning_longctx.datamodules.policies import BufferPolicy, DocumentCountPo
 from lightning_longctx.datamodules.row_state import COUNTERS, RowState
 from lightning_longctx.datamodules.rows import RowBuilder, RowSettings
 from lightning_longctx.datamodules.settings import LoadingSettings, PackingSettings, as_settings, check_weights
-from lightning_longctx.datamodules.sizes import (
-    accumulation,
-    check_budget,
-    check_micro_batch_size,
-    check_warmup,
-)
+from lightning_longctx.datamodules.sizes import accumulation, check_budget, check_micro_batch_size, check_warmup
 from lightning_longctx.datamodules.source_settings import SourceSettings
 from lightning_longctx.datamodules.state import changes, gathered_state, join_states, restore_state, saved_state
 from lightning_longctx.datamodules.tokenizers import FROM_MODEL, ModelTokenizer, Tokenize, resolve_tokenizer
 from lightning_longctx.datamodules.trainer_settings import (
     TrainerSettings,
     begins_epoch,
+    end_fit,
     model_vocabulary,
     rows_to_overfit,
     warn_of_cut_epoch,
@@ -190,9 +186,8 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
     def _announce(self) -> None:
         self._to_announce, self._first_counters = True, {}
         topology = self._topology
-        rank_zero_info(
-            messages.step_line(self.max_tokens_per_batch, topology.dp_size, topology.sp_size, self._accumulate())
-        )
+        sizes = topology.dp_size, topology.sp_size, self._accumulate()
+        rank_zero_info(messages.step_line(self.max_tokens_per_batch, *sizes))
         rank_zero_info(messages.start_line(self.max_tokens_per_batch, topology.dp_size, self._policy, self.counters))
         if (warning := messages.cold_start_warning(self.max_seq_len, self._policy)) is not None:
             rank_zero_warn(warning, category=UserWarning)
@@ -286,6 +281,7 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """End the worker processes, and say what was read, packed and dropped."""
+        end_fit(self.trainer, self._ledger)
         if self._loader is not None:
             self._loader.close()
             self._loader = None
@@ -293,6 +289,10 @@ class DynamicBatchingDataModule(pl.LightningDataModule):
             rank_zero_info(messages.summarize(self.global_counters()))
         if self.trainer is not None:
             self._trainer_settings.restore(self.trainer)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note which rows a fit that breaks off has not trained on: another one in this process begins with them."""
+        end_fit(self.trainer, self._ledger)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

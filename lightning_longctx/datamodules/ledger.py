@@ -30,6 +30,7 @@ class ConsumptionLedger:
         self._used = state  # after the last row that training took
         self._safe = state  # after the last row whose optimizer step is done
         self._step: int | None = None  # the optimizer step in which the last row was taken
+        self._ended = False  # whether the fit that took it is over
 
     @property
     def has_produced(self) -> bool:
@@ -42,8 +43,22 @@ class ConsumptionLedger:
         return self._used
 
     def begin_fit(self) -> None:
-        """Note that a fit begins. The steps that are counted from now on may have the numbers of an earlier one's."""
-        self._safe, self._step = self._used, None
+        """Note that a fit begins: rows that an earlier one took and did not train on come again.
+
+        The steps that are counted from now on may have the numbers of an earlier one's.
+        """
+        if self._ended:
+            self._used = self._safe
+        self._safe, self._step, self._ended = self._used, None, False
+
+    def end_fit(self, step: int) -> None:
+        """Note that a fit ended or broke off.
+
+        Args:
+            step: number of optimizer steps done in it.
+        """
+        self._settle(step)
+        self._ended = True
 
     def reweight(self, row: int, weights: Mapping[str, float]) -> None:
         """Note other weights of sources in every state that a run may resume from."""

@@ -8,14 +8,16 @@ from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_longctx.datamodules.ledger import ConsumptionLedger
 from lightning_longctx.datamodules.open_window import OpenWindow
 from lightning_longctx.datamodules.row_state import RowState
 from lightning_longctx.datamodules.sizes import check_one_accumulation
 from lightning_longctx.units import counted
 
-__all__ = ["TrainerSettings", "begins_epoch", "model_vocabulary", "rows_to_overfit", "warn_of_cut_epoch"]
+__all__ = ["TrainerSettings", "begins_epoch", "end_fit", "model_vocabulary", "rows_to_overfit", "warn_of_cut_epoch"]
 
 # Lightning asks the loader alone. Ours has no state on purpose: the data module has it.
 _NOT_RESUMABLE = ".*your dataloader is not resumable"
@@ -97,6 +99,12 @@ def begins_epoch(trainer: pl.Trainer | None) -> bool:
     taken = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     limit = trainer.limit_train_batches
     return taken == 0 or (isinstance(limit, int) and taken >= limit)
+
+
+def end_fit(trainer: pl.Trainer | None, ledger: ConsumptionLedger | None) -> None:
+    """Tell the ledger that a fit ended or broke off, if this is one."""
+    if trainer is not None and ledger is not None and trainer.state.fn == TrainerFn.FITTING:
+        ledger.end_fit(trainer.global_step)
 
 
 def rows_to_overfit(trainer: pl.Trainer | None) -> int | None:

@@ -168,6 +168,23 @@ def test_a_fit_that_was_interrupted_goes_on_in_the_same_process() -> None:
     assert module.seen == whole.seen
 
 
+@pytest.mark.parametrize("row", [4, 6])
+def test_rows_of_a_window_that_broke_off_come_again_in_the_same_process(row: int) -> None:
+    """Their gradients are gone: a notebook's Ctrl-C, or an error in the step, must not lose them."""
+
+    class Fail(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == row:
+                raise RuntimeError("stop")
+
+    whole, data, broken, again = Recorder(), data_module(), Recorder(), Recorder()
+    trainer(accumulate_grad_batches=3).fit(whole, data_module())
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer(accumulate_grad_batches=3, callbacks=[Fail()]).fit(broken, data)
+    trainer(accumulate_grad_batches=3).fit(again, data)
+    assert again.seen == whole.seen[row // 3 * 3 :]
+
+
 @pytest.mark.distributed  # slower: processes of loaders
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("runtime", ["main", "worker"])
