@@ -7,8 +7,11 @@ attributes.
 
 from __future__ import annotations
 
+import atexit
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,11 +20,14 @@ import torch.distributed as dist
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.units import counted
 
-__all__ = ["HOST_TIMEOUT", "Topology", "topology_of"]
+__all__ = ["HOST_TIMEOUT", "Topology", "new_host_group", "topology_of"]
 
 #: How long ranks wait for one another's data: a first row at 1M tokens took 80 minutes behind a count gate elsewhere,
 #: and a slow row must not kill the run, so the limit is far above that.
 HOST_TIMEOUT = timedelta(hours=4)
+
+# Seconds. A thread of gloo needs microseconds; with 60 threads for each core it waits 0.1 s for its turn.
+_PAUSE_AT_EXIT = 0.2
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,28 @@ def topology_of(trainer: Any) -> Topology:
     return known[1]
 
 
+def new_host_group(ranks: list[int] | None = None, timeout: timedelta = HOST_TIMEOUT) -> dist.ProcessGroup:
+    """Make a group that exchanges over the memory of the hosts (gloo). All ranks of the world call it.
+
+    At its end, a process that has made one pauses for 0.2 s. A thread of gloo lets go of a tensor a little after the
+    exchange is done, and needs the interpreter for it: if that has begun to end, the process aborts, with exit code -6
+    after a whole run (https://github.com/pytorch/pytorch/pull/179291). To destroy the groups does not help, since the
+    threads go on as long as anything refers to them: a mesh, a sharded parameter.
+
+    Args:
+        ranks: who is in it. Default None: all.
+        timeout: how long they wait for one another.
+    """
+    _pause_at_exit()
+    group: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=timeout)
+    return group
+
+
+@cache
+def _pause_at_exit() -> None:
+    atexit.register(time.sleep, _PAUSE_AT_EXIT)
+
+
 # Groups are made once for each strategy and world; kept beside the strategy because it is not ours to write on.
 _topologies: WeakKeyDictionary[Any, tuple[dist.ProcessGroup | None, Topology]] = WeakKeyDictionary()
 
@@ -131,6 +159,6 @@ def _data_parallel_topology(strategy: Any, world_size: int) -> Topology:
         dp_rank=dp_rank,
         dp_size=dp_size,
         token_group=token_group,
-        host_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT),
+        host_group=new_host_group(),
         ranks_averaged=dp_size,
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_longctx import topology as topology_module
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.topology import Topology, topology_of
+from lightning_longctx.topology import Topology, new_host_group, topology_of
 from tests.helpers.pool import run_ranks
+from tests.helpers.processes import outputs_of, start
 
 
 class _Strategy:
@@ -178,3 +183,39 @@ def _second_world() -> tuple[float, float]:
 @pytest.mark.distributed
 def test_groups_of_a_world_that_ended_are_not_used_again() -> None:
     assert run_ranks(_second_world, 2) == [(2.0, 2.0)] * 2
+
+
+def test_a_process_pauses_once_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", lambda *words: at_exit.append(words))
+    topology_module._pause_at_exit.cache_clear()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        new_host_group()
+        new_host_group()
+    finally:
+        dist.destroy_process_group()
+        topology_module._pause_at_exit.cache_clear()
+    assert at_exit == [(time.sleep, 0.2)]
+
+
+_ENDS_AT_ONCE = """
+import sys, torch, torch.distributed as dist
+from lightning_longctx.topology import new_host_group
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+numbers = torch.ones(1000)
+numbers.has_an_object_of_python = True
+group = new_host_group()
+for _ in range(20):
+    dist.all_reduce(numbers, group=group)
+del numbers  # a thread of gloo has the last reference for a moment, and an object of Python to release
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_process_that_ends_right_after_an_exchange_is_not_aborted(tmp_path: Path) -> None:
+    """Every third was, with exit code -6."""
+    for turn in range(3):
+        command = [sys.executable, "-c", _ENDS_AT_ONCE, str(tmp_path / f"store{turn}")]
+        outputs_of([start([*command, str(rank)]) for rank in range(2)], limit=60)

@@ -33,6 +33,7 @@ from lightning_longctx.checkpoint.scores import read_scores
 from lightning_longctx.checkpoint.slots import Job, Slot
 from lightning_longctx.checkpoint.staging import PACK_BELOW, StagingBuffers
 from lightning_longctx.errors import CheckpointError
+from lightning_longctx.topology import new_host_group
 
 __all__ = ["CheckpointWriter", "Outcome", "Receipt", "SaveRequest", "WriterSettings"]
 
@@ -366,4 +367,4 @@ class CheckpointWriter:
                 slot.group, slot.broken = self._new_group(self.settings.timeout), False
 
     def _new_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
-        return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+        return new_host_group(timeout=timeout) if self.world_size > 1 else None

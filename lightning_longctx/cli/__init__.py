@@ -128,9 +128,9 @@ def _run(words: list[str]) -> int:
 
         print_layout(parsed.words)
         return 0
-    from lightning_longctx.cli.app import run_command
+    from lightning_longctx.cli.app import LongContextCLI
 
-    run_command([words[0], *parsed.words])
+    LongContextCLI(args=[words[0], *parsed.words])
     return 0
 
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from jsonargparse import ArgumentError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -36,7 +35,7 @@ from lightning_longctx.spelling import nearest
 from lightning_longctx.tools.before_start import check_checkpoint_path, check_folders, check_sizes
 from lightning_longctx.tools.versions import installed_versions
 
-__all__ = ["LongContextCLI", "Trainer", "run_command"]
+__all__ = ["LongContextCLI", "Trainer"]
 
 #: Whose settings may stand directly under ``model:`` and ``data:``.
 DEFAULT_CLASSES = {
@@ -283,18 +282,6 @@ def _original(error: Exception) -> Exception:
             break
         error = error.__cause__
     return error
-
-
-def run_command(words: list[str]) -> None:
-    """Run a command from its words to its end, and leave the process group that it made.
-
-    With threads of a group still there, a process may abort while the interpreter goes: the run is done, and its exit
-    code is -6 (https://github.com/pytorch/pytorch/issues/190489). Not after an error: others may be in a collective.
-    """
-    there = dist.is_initialized()
-    LongContextCLI(args=words)
-    if dist.is_initialized() and not there:
-        dist.destroy_process_group()
 
 
 def _end_children(trainer: LightningTrainer) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_longctx.errors import ConfigurationError
-from lightning_longctx.topology import HOST_TIMEOUT, Topology
+from lightning_longctx.topology import Topology, new_host_group
 from lightning_longctx.units import counted
 
 __all__ = ["Layout", "build_layout", "check_sizes", "check_world", "describe_layout", "node_crossings"]
@@ -116,7 +116,7 @@ def build_layout(device_type: str, sequence_parallel_size: int, replicate_size: 
         sp_group=mesh["sequence_parallel"].get_group() if sequence_parallel_size > 1 else None,
         token_group=dp_sp.get_group() if world_size > 1 else None,
         sp_host_group=_sequence_host_group(dp_size, sequence_parallel_size, dp_rank),
-        host_group=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT) if world_size > 1 else None,
+        host_group=new_host_group() if world_size > 1 else None,
         ranks_averaged=world_size,
     )
     shard_sp = parameters["shard_sp"]
@@ -180,9 +180,5 @@ def _sequence_host_group(dp_size: int, sp_size: int, dp_rank: int) -> dist.Proce
     if sp_size == 1:
         return None
     # Every rank takes part in making every group: new_group is collective over the world.
-    groups = [
-        dist.new_group(list(range(start * sp_size, (start + 1) * sp_size)), backend="gloo", timeout=HOST_TIMEOUT)
-        for start in range(dp_size)
-    ]
-    mine: dist.ProcessGroup = groups[dp_rank]
-    return mine
+    groups = [new_host_group(list(range(start * sp_size, (start + 1) * sp_size))) for start in range(dp_size)]
+    return groups[dp_rank]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
@@ -257,19 +256,6 @@ def test_a_run_leaves_metrics_and_its_configuration(capsys: pytest.CaptureFixtur
     saved = yaml.safe_load(text)
     assert saved["model"]["init_args"]["optimizer"]["lr"] == 0.5
     assert saved["trainer"]["max_steps"] == 2
-
-
-@pytest.mark.parametrize("there", [False, True], ids=["its own", "the caller's"])
-def test_a_command_leaves_its_own_process_group(there: bool) -> None:
-    """A process may abort at its end, with exit code -6 after a whole run, if threads of a group are still there."""
-    if there:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert main(["fit", f"--config={yaml.safe_dump(with_trainer(strategy='ddp'))}"]) == 0
-        assert dist.is_initialized() == there
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def test_a_second_run_overwrites_the_saved_configuration() -> None:
