@@ -162,11 +162,11 @@ class MoERouterHeatmap(Callback):
         self._history = RouterHistory(self._labels)
         self._starved = StarvedExperts(self.dead_after_windows, [site.num_experts for site in sites])
         self._first_step, self._own_folder = None, None
-        self._restore()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where training is."""
+        """Note where training is, and go on with what a checkpoint had: strategies that shard load it only now."""
         self._last_step = trainer.global_step
+        self._restore()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the forwards of this micro-batch, except those of its padding."""
@@ -269,9 +269,8 @@ class MoERouterHeatmap(Callback):
     def _restore(self) -> None:
         saved, self._to_restore = self._to_restore, None
         self._resumed = saved is not None
-        if saved is None:
+        if saved is None or self._counts is None:
             return
-        assert self._counts is not None
         window, starved = saved["window"], self._starved.state_dict()
         own = [len(windows) for windows in starved]
         if saved["paths"] != self._paths or own != [len(windows) for windows in saved["starved"]]:
