@@ -44,6 +44,7 @@ class Resumed:
         commit: its record.
         rng: random number generators of this rank; None in another layout.
         loggers: identities of its loggers.
+        logged_steps: steps done, as loggers number them.
         data: class of the data module whose state it has; None if it has none.
     """
 
@@ -51,6 +52,7 @@ class Resumed:
     commit: Commit
     rng: dict[str, Any] | None
     loggers: list[dict[str, Any]]
+    logged_steps: int
     data: str | None
 
     def restore_random_numbers(self, rank: int) -> None:
@@ -76,7 +78,7 @@ def take_resumed(checkpoint: dict[str, Any]) -> Resumed | None:
     state = checkpoint.pop(RUN_STATE, None)
     if state is None:
         return None
-    return Resumed(as_folder(state["path"]), state["commit"], state["rng"], state["loggers"], state["data"])
+    return Resumed(**{**state, "path": as_folder(state["path"])})
 
 
 def check_data(trainer: pl.Trainer, resumed: Resumed, warn_only: bool) -> None:
