@@ -35,7 +35,7 @@ def continue_loggers(trainer: pl.Trainer, saved: Sequence[Mapping[str, Any]], st
     Args:
         trainer: whose loggers; best before they have opened anything.
         saved: what :func:`logger_identities` gave.
-        step: steps done, as loggers number them; what CSV and TensorBoard have of later ones is dropped: it comes again.
+        step: steps done, as loggers number them; what CSV and TensorBoard have of later ones is dropped.
     """
     left = list(saved)
     for logger in trainer.loggers:
