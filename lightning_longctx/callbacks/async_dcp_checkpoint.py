@@ -272,8 +272,9 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
             return []
         newest = whole[0]
         lines = [f"Checkpoint: {shown(newest.path)}; `ckpt_path: last` goes on from there."]
-        if self.monitor:
-            lines.append(f"Best by {self.monitor}: {shown(as_folder(self.best_model_path))}")
+        best = as_folder(self.best_model_path) if self.monitor else None
+        if best is not None and best.name in read_scores(best.parent):  # else it is the newest, by no score
+            lines.append(f"Best by {self.monitor}: {shown(best)}")
         return lines
 
     @override

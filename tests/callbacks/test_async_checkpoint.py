@@ -355,12 +355,17 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_a_second_fit_in_the_same_process() -> None:
-    callback = AsyncDCPCheckpoint("c", 2, options=CheckpointOptions(keep_every_n_steps=2))
+    """Its first save holds the optimizer, like that of each fit."""
+    callback = AsyncDCPCheckpoint("c", 2, optimizer_every_n_saves=2, options=CheckpointOptions(keep_every_n_steps=2))
     trainer = _trainer([callback], max_steps=2)
     trainer.fit(Recorder(), _data())
-    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(trainer.lightning_module, _data(), ckpt_path="last")
-    assert _steps("c") == [4, 2]
+    assert [(found.commit.step, found.commit.resumable) for found in scan("c") if found.commit] == [
+        (6, True),
+        (4, True),
+        (2, True),
+    ]
 
 
 @pytest.mark.parametrize(
