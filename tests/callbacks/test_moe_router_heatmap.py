@@ -144,6 +144,12 @@ def test_a_checkpoint_of_other_layers_starts_a_new_window(tmp_path: Path, caplog
     assert other.state_dict()["history"]["first_step"] == 7
 
 
+def test_what_is_left_at_the_end_is_logged_at_the_last_step(tmp_path: Path) -> None:
+    """It was one further, where no other key has a value."""
+    logger: Any = fit(MoERouterHeatmap(5), tmp_path).logger
+    assert [step for step, row in logger.rows if "moe/max_vio" in row] == [4, 9, 11]
+
+
 class _Failing(MoEModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 2:
