@@ -126,7 +126,9 @@ class CheckpointRun:
         """Save what waited for the validation, and note its score."""
         monitor = self._plan.monitor
         score = self._trainer.callback_metrics.get(monitor) if monitor else None
-        if self._deferred is not None or score is not None:
+        # One rank alone may have logged it, and a save takes all of them.
+        is_known = bool(monitor) and self._writer.agree_on([score is not None])[0]
+        if self._deferred is not None or is_known:
             self._save(must_resume=bool(self._deferred))
         if score is None:
             self._miss_score()
