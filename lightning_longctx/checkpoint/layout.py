@@ -40,6 +40,7 @@ __all__ = [
     "SCORES",
     "SLOTS",
     "STAGING",
+    "TEMPORARY",
     "TOMBSTONE",
     "WEIGHTS",
     "Commit",
@@ -62,6 +63,8 @@ SLOTS = (WEIGHTS, OPTIMIZER)
 COMMIT, LATEST, SCORES = "COMMIT.json", "LATEST.json", "scores.json"
 STAGING = ".staging"
 LEASE, TOMBSTONE = "lease-", "del-"
+#: Behind the name of a file that is to be replaced, in that of what will replace it.
+TEMPORARY = ".tmp-"
 METADATA = ".metadata"
 PACKED_INDEX = "packed.json"
 OWNER = ".owner"

@@ -10,9 +10,12 @@ from lightning_longctx.checkpoint.address import Folder, names_in
 from lightning_longctx.checkpoint.discovery import Found, scan
 from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import (
+    LATEST,
     LEASE,
     OWNER,
+    SCORES,
     STAGING,
+    TEMPORARY,
     Commit,
     is_owner_file,
     is_stage_of_rank,
@@ -109,7 +112,7 @@ def prune(
 
 
 def collect_garbage(filesystem: FileSystem, root: Folder) -> list[str]:
-    """Remove what writers that are gone have left, with their notes, and tombstones.
+    """Remove what writers that are gone have left, with their notes, tombstones, and files that replace others.
 
     Call it before the first save of a process.
 
@@ -126,6 +129,9 @@ def collect_garbage(filesystem: FileSystem, root: Folder) -> list[str]:
             filesystem.remove_file(staging / name)
         else:
             filesystem.remove_tree(staging / name)
+    for name in names_in(root):
+        if name.startswith((f"{LATEST}{TEMPORARY}", f"{SCORES}{TEMPORARY}")) and is_abandoned(root / name):
+            filesystem.remove_file(root / name)
     return gone
 
 
