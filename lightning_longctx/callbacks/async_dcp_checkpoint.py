@@ -172,7 +172,8 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
             return set()
         if fitting:
             assert found.commit is not None
-            continue_loggers(trainer, self._open(found.path).rank_extra(0)["loggers"], found.commit.step)
+            extra = self._open(found.path).rank_extra(0)
+            continue_loggers(trainer, extra["loggers"], extra.get("logged_steps", found.commit.step))
             self._loggers_continued = True
         # Lightning compares times with other callbacks' files, and a folder of a store has none.
         return {str(found.path if isinstance(found.path, Path) else found.path / COMMIT)}
@@ -252,7 +253,7 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
         self._run_id = self._run.open(resumed.commit.run if resumed is not None else self._run_id, resumed)
         if resumed is not None:
             if not self._loggers_continued:
-                continue_loggers(trainer, resumed.loggers, resumed.commit.step)
+                continue_loggers(trainer, resumed.loggers, resumed.logged_steps)
             resumed.announce(trainer)
             resumed.restore_random_numbers(plan.topology.rank)
             follow_accumulation(trainer, trainer.current_epoch)
@@ -271,8 +272,9 @@ class AsyncDCPCheckpoint(ModelCheckpoint):
             return []
         newest = whole[0]
         lines = [f"Checkpoint: {shown(newest.path)}; `ckpt_path: last` goes on from there."]
-        if self.monitor:
-            lines.append(f"Best by {self.monitor}: {shown(as_folder(self.best_model_path))}")
+        best = as_folder(self.best_model_path) if self.monitor else None
+        if best is not None and best.name in read_scores(best.parent):  # else it is the newest, by no score
+            lines.append(f"Best by {self.monitor}: {shown(best)}")
         return lines
 
     @override

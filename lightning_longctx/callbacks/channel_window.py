@@ -17,7 +17,7 @@ from lightning_longctx.callbacks.channel_batch import BatchReader, TokenLosses, 
 from lightning_longctx.callbacks.channel_sums import ChannelSums, Count, SlotTotals, all_reduce_totals
 from lightning_longctx.callbacks.channel_values import coverage_of
 from lightning_longctx.callbacks.source_names import SourceTable, agree_on_names
-from lightning_longctx.callbacks.step_sums import count_step_targets
+from lightning_longctx.callbacks.step_sums import count_step_targets, returned_nothing
 from lightning_longctx.errors import BatchContractError
 from lightning_longctx.units import counted
 
@@ -73,7 +73,7 @@ class ChannelWindow:
             batch: this rank's part.
             calls: what a :class:`LossHook` recorded; used where the output has no ``per_token_loss``.
         """
-        if output is None or (isinstance(output, Mapping) and not output):
+        if returned_nothing(output):
             return
         if not isinstance(batch, Mapping):
             fix = "Give batches as mappings."

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_longctx.callbacks.checkpoint_loggers import logger_identities
+from lightning_longctx.callbacks.checkpoint_report import logged_steps
 from lightning_longctx.checkpoint.plain import snapshot
 from lightning_longctx.checkpoint.rng import rng_state
 from lightning_longctx.checkpoint.states import optimizer_state, plain_name, split_tensors, trainable_names
@@ -62,6 +63,7 @@ def capture(
         "optimizers": optimizers,
         "data": _data_state(trainer),
         "loggers": logger_identities(trainer),
+        "logged_steps": logged_steps(trainer),
         "schedulers": [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs],
         **_hugging_face(module),
         "tokenizer": getattr(module, "tokenizer_home", None),

@@ -30,14 +30,16 @@ def logger_identities(trainer: pl.Trainer) -> list[dict[str, Any]]:
 def continue_loggers(trainer: pl.Trainer, saved: Sequence[Mapping[str, Any]], step: int) -> None:
     """Make the loggers go on where those of a checkpoint were, each where the next of its class was.
 
+    Files under another name are those of other runs: a logger that was renamed begins anew.
+
     Args:
         trainer: whose loggers; best before they have opened anything.
         saved: what :func:`logger_identities` gave.
-        step: the step of the checkpoint; what CSV and TensorBoard have of later ones is dropped, since it comes again.
+        step: steps done, as loggers number them; what CSV and TensorBoard have of later ones is dropped.
     """
     left = list(saved)
     for logger in trainer.loggers:
-        identity = next((each for each in left if each["class"] == type(logger).__name__), None)
+        identity = next((each for each in left if _is_of(each, logger)), None)
         if identity is None:
             continue
         left.remove(identity)
@@ -67,6 +69,12 @@ def refer_in_wandb(trainer: pl.Trainer, checkpoint: Folder) -> None:
             rank_zero_warn(f"W&B has no reference to {place}: {error}", category=UserWarning)
             continue
         logger.experiment.log_artifact(artifact, aliases=[checkpoint.name])
+
+
+def _is_of(identity: Mapping[str, Any], logger: Logger) -> bool:
+    if identity["class"] != type(logger).__name__:
+        return False
+    return not isinstance(logger, (CSVLogger, TensorBoardLogger)) or identity["name"] == str(logger.name)
 
 
 def _plain(version: object) -> int | str | None:

@@ -13,7 +13,7 @@ from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.writer import Outcome
 from lightning_longctx.units import counted
 
-__all__ = ["STALL", "CheckpointReport", "shown"]
+__all__ = ["STALL", "CheckpointReport", "logged_steps", "shown"]
 
 #: Key of the metric that is logged with each save, before the name of the slot.
 STALL = "checkpoint/stall_s/"
@@ -26,6 +26,13 @@ def shown(path: Folder) -> str:
     """A path as people read it: from where they are, if it is below."""
     below = isinstance(path, Path) and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd())) if isinstance(path, Path) and below else str(path)
+
+
+def logged_steps(trainer: pl.Trainer) -> int:
+    """Steps done as loggers number them: with optimization by hand Lightning counts micro-batches."""
+    if trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 class CheckpointReport:
@@ -98,4 +105,4 @@ class CheckpointReport:
         if not metrics or not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+            logger.log_metrics(metrics, step=logged_steps(trainer))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ class Resumed:
         commit: its record.
         rng: random number generators of this rank; None in another layout.
         loggers: identities of its loggers.
+        logged_steps: steps done, as loggers number them.
         data: class of the data module whose state it has; None if it has none.
     """
 
@@ -51,6 +51,7 @@ class Resumed:
     commit: Commit
     rng: dict[str, Any] | None
     loggers: list[dict[str, Any]]
+    logged_steps: int
     data: str | None
 
     def restore_random_numbers(self, rank: int) -> None:
@@ -76,7 +77,7 @@ def take_resumed(checkpoint: dict[str, Any]) -> Resumed | None:
     state = checkpoint.pop(RUN_STATE, None)
     if state is None:
         return None
-    return Resumed(as_folder(state["path"]), state["commit"], state["rng"], state["loggers"], state["data"])
+    return Resumed(**{**state, "path": as_folder(state["path"])})
 
 
 def check_data(trainer: pl.Trainer, resumed: Resumed, warn_only: bool) -> None:
@@ -101,7 +102,8 @@ def realign_windows(loops: Mapping[str, Any], saved: int, present: int) -> None:
     """Count micro-batches of the epoch as if steps had always had the present number of them.
 
     Lightning finds the end of an accumulation window by counting micro-batches. Where ranks changed and the tokens of a
-    step did not, a step has another number of them, and the count must stand at the end of a window again.
+    step did not, a step has another number of them, and the count must stand at the end of a window again. Those of a
+    window that was open stay beyond it: whoever gives them again takes them off.
 
     Args:
         loops: Lightning's loop state, changed in place.
@@ -112,12 +114,13 @@ def realign_windows(loops: Mapping[str, Any], saved: int, present: int) -> None:
         return
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     current, total = progress["current"], progress["total"]
-    windows = math.ceil(current["ready"] / saved)
-    behind = {key: current["ready"] - current[key] for key in current}
-    change = windows * present - current["ready"]
+    windows, beyond = divmod(current["ready"], saved)
+    if beyond and progress.get("is_last_batch"):  # the last window of an epoch may be short
+        windows, beyond = windows + 1, 0
+    change = windows * present + beyond - current["ready"]
     for key in current:
         total[key] += change
-        current[key] = windows * present - behind[key]
+        current[key] += change
 
 
 def agree_on_last(trainer: pl.Trainer, found: str) -> None:

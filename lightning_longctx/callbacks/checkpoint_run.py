@@ -126,13 +126,26 @@ class CheckpointRun:
         """Save what waited for the validation, and note its score."""
         monitor = self._plan.monitor
         score = self._trainer.callback_metrics.get(monitor) if monitor else None
-        if self._deferred is not None or score is not None:
+        # One rank alone may have logged it, and a save takes all of them.
+        is_known = bool(monitor) and self._writer.agree_on([score is not None])[0]
+        if self._deferred is not None or is_known:
             self._save(must_resume=bool(self._deferred))
         if score is None:
             self._miss_score()
         self._scored = True
         if score is not None and self._trainer.is_global_zero and self._saved_name:
-            write_score(self._writer.filesystem, self._plan.folder, self._saved_name, float(score))
+            self._note_score(float(score))
+
+    def _note_score(self, score: float) -> None:
+        """On the first rank, which must not end alone over it: what is wrong with the store shows in the save."""
+        try:
+            write_score(self._writer.filesystem, self._plan.folder, self._saved_name, score)
+        except OSError as error:
+            rank_zero_warn(
+                f"AsyncDCPCheckpoint: the score of {self._saved_name} could not be noted ({error.strerror}), so it is"
+                " never the best.",
+                category=UserWarning,
+            )
 
     def _miss_score(self) -> None:
         """Say once that the monitored metric is not there."""

@@ -53,8 +53,8 @@ class Schedule:
         self._last_time = time.monotonic()
 
     def start(self, step: int) -> None:
-        """Begin to count at a step."""
-        self._last_step, self._last_time = step, time.monotonic()
+        """Begin to count at a step; the first save of each fit holds the optimizer's state."""
+        self._saves, self._last_step, self._last_time = 0, step, time.monotonic()
 
     def step_is_due(self, step: int) -> bool:
         """Whether a multiple of the interval was reached since the last call; a step may count more than one."""

@@ -70,8 +70,9 @@ class LossHistory:
             sums: ``[len(Field)]``, over all ranks.
         """
         means = sums[Field.MEANS] / sums[Field.MEANS_COUNT].clamp(min=1)
-        exact = sums[Field.LOSS] / sums[Field.TARGETS].clamp(min=1)
-        counted = sums[Field.TARGETS] + sums[Field.MEANS_COUNT]
+        targets = sums[Field.TARGETS] - sums[Field.SILENT]
+        exact = sums[Field.LOSS] / targets.clamp(min=1)
+        counted = targets + sums[Field.MEANS_COUNT]
         self._new.append((step, torch.stack([torch.where(sums[Field.MEANS_COUNT] > 0, means, exact), counted])))
 
     def look(self) -> Trouble | None:
@@ -81,7 +82,7 @@ class LossHistory:
         values = torch.stack([value for _, value in self._new]).tolist()
         found: list[Trouble] = []
         for place, ((step, _), (loss, counted)) in enumerate(zip(self._new, values, strict=True), -len(values)):
-            if not counted:  # a step without targets
+            if not counted:  # a step without targets, or without a loss
                 continue
             usual = median(self._known) if self._known else math.nan
             if not math.isfinite(loss):

@@ -162,11 +162,11 @@ class MoERouterHeatmap(Callback):
         self._history = RouterHistory(self._labels)
         self._starved = StarvedExperts(self.dead_after_windows, [site.num_experts for site in sites])
         self._first_step, self._own_folder = None, None
-        self._restore()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note where training is."""
+        """Note where training is, and go on with what a checkpoint had: strategies that shard load it only now."""
         self._last_step = trainer.global_step
+        self._restore()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the forwards of this micro-batch, except those of its padding."""
@@ -199,16 +199,17 @@ class MoERouterHeatmap(Callback):
         previous, self._last_step = self._last_step, trainer.global_step
         assert self.every_n_steps is not None
         if self._last_step // self.every_n_steps > previous // self.every_n_steps:
-            self._end_window(trainer)
+            self._end_window(trainer, logger_step(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Publish what is left, and the strip over the run."""
         if self._counts is None:
             return
+        step = max(logger_step(trainer) - 1, 0)
         if self._first_step is not None and self._last_step >= self._first_step:
-            self._end_window(trainer)
+            self._end_window(trainer, step)
         if self._history.windows and trainer.is_global_zero:
-            publish_history(self._history, self._folder(), trainer.loggers, max(logger_step(trainer) - 1, 0))
+            publish_history(self._history, self._folder(), trainer.loggers, step)
             if not closing_of(trainer).is_open:
                 rank_zero_info("\n".join(self.closing_lines()))
 
@@ -269,9 +270,8 @@ class MoERouterHeatmap(Callback):
     def _restore(self) -> None:
         saved, self._to_restore = self._to_restore, None
         self._resumed = saved is not None
-        if saved is None:
+        if saved is None or self._counts is None:
             return
-        assert self._counts is not None
         window, starved = saved["window"], self._starved.state_dict()
         own = [len(windows) for windows in starved]
         if saved["paths"] != self._paths or own != [len(windows) for windows in saved["starved"]]:
@@ -289,8 +289,8 @@ class MoERouterHeatmap(Callback):
             dist.all_reduce(counts, group=self._topology.token_group)
         return counts
 
-    def _end_window(self, trainer: Trainer) -> None:
-        """Reduce, check and publish. Every rank comes here at the same step, whatever it counted."""
+    def _end_window(self, trainer: Trainer, step: int) -> None:
+        """Reduce, check and publish under a step of loggers. All ranks come here together, whatever they counted."""
         assert self._counts is not None
         self._counts.settle()
         found = self._counts.read(self._reduced(self._counts.take()))
@@ -308,7 +308,6 @@ class MoERouterHeatmap(Callback):
         metrics = load.metrics(full=self.detail == "full")
         trainer.callback_metrics.update({key: torch.tensor(value) for key, value in metrics.items()})
         if trainer.is_global_zero:
-            step = logger_step(trainer)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
             publish_window(load, self._folder(), trainer.loggers, step)

@@ -20,7 +20,9 @@ __all__ = [
     "StepSums",
     "count_source_tokens",
     "count_step_targets",
+    "has_loss",
     "mean_loss",
+    "returned_nothing",
     "squared_lengths",
     "wide_dtype",
 ]
@@ -36,9 +38,11 @@ class Field(IntEnum):
     SQUARES = 4  # of document lengths, of the whole row, once per rank and micro-batch
     MEANS = 5  # of `loss`, of micro-batches without `per_token_loss`
     MEANS_COUNT = 6  # how many of those there were
+    EXACT_COUNT = 7  # micro-batches with `per_token_loss`
+    SILENT = 8  # of `TARGETS`, those of micro-batches without any loss
     # From here on sums over all ranks, also over those that hold the same tokens.
-    GRADIENT_SQUARES = 7  # this rank's share of the squared gradient norm
-    SECONDS = 8  # wall time
+    GRADIENT_SQUARES = 9  # this rank's share of the squared gradient norm
+    SECONDS = 10  # wall time
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -76,6 +80,11 @@ def count_source_tokens(batch: Any) -> Tensor | int | None:
     if isinstance(tokens := batch.get("input_ids"), Tensor):
         return tokens.numel()
     return None
+
+
+def returned_nothing(output: Any) -> bool:
+    """Whether a step gave callbacks nothing: None, which Lightning hands on as an empty mapping."""
+    return output is None or (isinstance(output, Mapping) and not output)
 
 
 def squared_lengths(batch: Any, dtype: torch.dtype) -> Tensor | float | None:
@@ -136,7 +145,7 @@ class StepSums:
 
         Returns:
             Whether the exact token mean is known: False if the output has no ``per_token_loss`` or the batch no labels,
-            in which case ``loss`` enters as one mean.
+            in which case ``loss`` enters as one mean. Without any loss the targets are counted, and belong to none.
         """
         values = self.values
         if (tokens := count_source_tokens(batch)) is not None:
@@ -152,11 +161,14 @@ class StepSums:
         per_token, loss = outputs.get("per_token_loss"), outputs.get("loss")
         if isinstance(per_token, Tensor) and targets is not None:
             values[Field.LOSS] += per_token.detach().sum(dtype=values.dtype)
+            values[Field.EXACT_COUNT] += 1
             return True
         if isinstance(loss, Tensor):
             values[Field.MEANS] += loss.detach().to(values.dtype).mean() * accumulate
             values[Field.MEANS_COUNT] += 1
             return False
+        if targets is not None:
+            values[Field.SILENT] += targets
         return True
 
 
@@ -164,4 +176,9 @@ def mean_loss(sums: list[float]) -> float:
     """Return the token mean of reduced sums, 0 without targets; the mean of means where there are only means."""
     if sums[Field.MEANS_COUNT]:
         return sums[Field.MEANS] / sums[Field.MEANS_COUNT]
-    return sums[Field.LOSS] / max(sums[Field.TARGETS], 1.0)
+    return sums[Field.LOSS] / max(sums[Field.TARGETS] - sums[Field.SILENT], 1.0)
+
+
+def has_loss(sums: list[float]) -> bool:
+    """Whether reduced sums tell a loss: some step must have returned one."""
+    return bool(sums[Field.EXACT_COUNT] or sums[Field.MEANS_COUNT])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_longctx.callbacks.step_sums import Field, StepSums
+from lightning_longctx.callbacks.step_sums import Field, StepSums, returned_nothing
 from lightning_longctx.topology import Topology, topology_of
 
 __all__ = ["NO_TOKENS", "Clock", "StepTally", "TallyMember", "TokensSeen", "tally_of"]
@@ -122,7 +122,10 @@ class StepTally:
             return  # another callback did it
         self._micro_batch, self.finished = number, None
         automatic = trainer.lightning_module.automatic_optimization
-        self.exact = self._sums.add(outputs, batch, trainer.accumulate_grad_batches if automatic else 1)
+        if automatic and returned_nothing(outputs):
+            self.exact = True  # the step has skipped this micro-batch: nothing was trained on
+        else:
+            self.exact = self._sums.add(outputs, batch, trainer.accumulate_grad_batches if automatic else 1)
         if trainer.global_step == self._last_step:
             return
         self.previous_step, self._last_step = self._last_step, trainer.global_step

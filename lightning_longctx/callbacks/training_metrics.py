@@ -23,13 +23,14 @@ from lightning_longctx.callbacks.progress_bar import hide_unknown_epochs, restor
 from lightning_longctx.callbacks.run_metrics import data_metrics, log_evaluated, slowest_rank_metrics
 from lightning_longctx.callbacks.run_totals import RunTotals
 from lightning_longctx.callbacks.speed import Pace, Speed, device_peak
-from lightning_longctx.callbacks.step_sums import Field, StepSums, mean_loss
+from lightning_longctx.callbacks.step_sums import Field, StepSums, has_loss, mean_loss
 from lightning_longctx.callbacks.step_tally import TallyMember, tally_of
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.topology import Topology, topology_of
 
 __all__ = ["TrainingMetrics"]
 
+_METHODS = {"val": "validation_step", "test": "test_step"}
 _IN_PROGRESS_BAR = frozenset({"train/loss", "train/tokens_per_s", "data/source_fill", "data/wait_s_p50"})
 
 
@@ -65,10 +66,11 @@ class TrainingMetrics(Callback):
     A step is the optimizer's: at each one there is a single all-reduce of a fixed-shape tensor, shared with the other
     callbacks of this package, and the numbers are read on the host only every ``Trainer(log_every_n_steps=...)`` steps.
     A step that returns no ``per_token_loss`` is answered with one warning, and its loss is the mean over micro-batches
-    and ranks. Keys whose numbers a run cannot give are left out: no fill without ``loss_divisor``, no gradient norm
-    where the strategy keeps gradients in a form of its own (FSDP 1, DeepSpeed), no operations where nothing tells the
-    size of attention (:func:`~lightning_longctx.callbacks.flops.model_flops`), no utilization on a device without a
-    known peak, no memory on the CPU. Once, after ten steps, a line tells tokens per second and per day.
+    and ranks. A micro-batch that ``training_step`` skips by returning None counts nowhere. Keys whose numbers a run
+    cannot give are left out: no loss where steps return none, no fill without ``loss_divisor``, no gradient norm where
+    the strategy keeps gradients in a form of its own (FSDP 1, DeepSpeed), no operations where nothing tells the size of
+    attention (:func:`~lightning_longctx.callbacks.flops.model_flops`), no utilization on a device without a known peak,
+    no memory on the CPU. Once, after ten steps, a line tells tokens per second and per day.
 
     Progress bars show loss, tokens per second, fill and the median wait for data. Lightning's Rich bar shows no ``/-2``
     where a run has no number of epochs, and both its bars end where the run does, with accumulation and after a resume.
@@ -105,6 +107,7 @@ class TrainingMetrics(Callback):
         self._has_gradient_norm = False
         self._evaluated: dict[int, StepSums] = {}
         self._warned = False
+        self._silent: set[str] = set()  # keys that were left out, and told of
 
     @property
     def target_tokens(self) -> int:
@@ -209,9 +212,11 @@ class TrainingMetrics(Callback):
         assert self._speed is not None
         since = self._since_log.tolist()
         self._since_log.zero_()
-        metrics = {"train/loss": mean_loss(step)}
+        metrics = {"train/loss": mean_loss(step)} if has_loss(step) else {}
+        if not metrics and not pl_module.automatic_optimization:  # else the step has skipped its micro-batches
+            self._warn_of_silence("training_step", "train/loss")
         assert self._totals is not None
-        self._totals.add(since, trainer.global_step, metrics["train/loss"])
+        self._totals.add(since, trainer.global_step, metrics.get("train/loss"))
         if self._has_gradient_norm:
             metrics["train/grad_norm"] = math.sqrt(step[Field.GRADIENT_SQUARES])
         if self._learning_rate is not None:
@@ -281,7 +286,7 @@ class TrainingMetrics(Callback):
     def _add_evaluated(self, trainer: Trainer, outputs: Any, batch: Any, loader: int, stage: str) -> None:
         sums = self._evaluated.setdefault(loader, StepSums(trainer.strategy.root_device))
         if not sums.add(outputs, batch):
-            self._warn_of_means("validation_step" if stage == "val" else "test_step", f"{stage}/loss")
+            self._warn_of_means(_METHODS[stage], f"{stage}/loss")
 
     def _log_evaluated(self, trainer: Trainer, pl_module: LightningModule, loaders: int, stage: str) -> None:
         empty = StepSums(trainer.strategy.root_device)
@@ -289,11 +294,14 @@ class TrainingMetrics(Callback):
         sums = torch.stack([self._evaluated.get(loader, empty).values for loader in range(loaders)])
         if self._topology.token_group is not None:
             dist.all_reduce(sums, group=self._topology.token_group)
-        metrics = {f"{stage}/loss": mean_loss(sums.sum(0).tolist())}
+        total = sums.sum(0).tolist()
+        metrics = {f"{stage}/loss": mean_loss(total)} if has_loss(total) else {}
+        if not metrics and self._evaluated:
+            self._warn_of_silence(_METHODS[stage], f"{stage}/loss")
         if stage == "val" and self._totals is not None:
-            self._totals.validation_loss = metrics["val/loss"]
+            self._totals.validation_loss = metrics.get("val/loss")
         if loaders > 1:
-            rows = enumerate(sums.tolist())
+            rows = [(loader, row) for loader, row in enumerate(sums.tolist()) if has_loss(row)]
             metrics |= {f"{stage}/loss/dataloader_idx_{loader}": mean_loss(row) for loader, row in rows}
         log_evaluated(pl_module, metrics, in_progress_bar={f"{stage}/loss"})
         self._evaluated = {}
@@ -306,6 +314,15 @@ class TrainingMetrics(Callback):
                 category=UserWarning,
             )
         self._warned = True
+
+    def _warn_of_silence(self, method: str, key: str) -> None:
+        if key not in self._silent:
+            rank_zero_warn(
+                f"TrainingMetrics leaves `{key}` out, because `{method}` returned no loss. Return what `causal_lm_loss`"
+                " gives you.",
+                category=UserWarning,
+            )
+        self._silent.add(key)
 
 
 def _shows_gradients(strategy: Any) -> bool:

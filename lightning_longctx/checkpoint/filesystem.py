@@ -19,7 +19,7 @@ from typing import IO
 from typing_extensions import Buffer
 
 from lightning_longctx.checkpoint.address import Folder
-from lightning_longctx.checkpoint.layout import COMMIT, STAGING, TOMBSTONE, owner_file
+from lightning_longctx.checkpoint.layout import COMMIT, STAGING, TEMPORARY, TOMBSTONE, owner_file
 
 __all__ = ["ChecksumStream", "FileSystem"]
 
@@ -55,7 +55,7 @@ class FileSystem:
     def replace(self, path: Folder, content: bytes) -> tuple[int, int]:
         """As :meth:`write`, but atomically: readers see nothing, the old content, or all of the new one."""
         target = _local(path)
-        temporary = target.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+        temporary = target.with_name(f"{path.name}{TEMPORARY}{os.getpid()}-{threading.get_ident()}")
         if temporary.exists():  # of a process with the same number that died
             self.before("unlink", temporary)
             temporary.unlink()

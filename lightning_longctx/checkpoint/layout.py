@@ -18,7 +18,9 @@ the start, and a checkpoint is what has a ``COMMIT.json``.
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -38,6 +40,7 @@ __all__ = [
     "SCORES",
     "SLOTS",
     "STAGING",
+    "TEMPORARY",
     "TOMBSTONE",
     "WEIGHTS",
     "Commit",
@@ -46,10 +49,12 @@ __all__ = [
     "done_marker",
     "extra_file",
     "is_owner_file",
+    "is_stage_of_rank",
     "owner_file",
     "parse_name",
     "read_sealed",
     "seal",
+    "stage_of_rank",
 ]
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
@@ -58,11 +63,14 @@ SLOTS = (WEIGHTS, OPTIMIZER)
 COMMIT, LATEST, SCORES = "COMMIT.json", "LATEST.json", "scores.json"
 STAGING = ".staging"
 LEASE, TOMBSTONE = "lease-", "del-"
+#: Behind the name of a file that is to be replaced, in that of what will replace it.
+TEMPORARY = ".tmp-"
 METADATA = ".metadata"
 PACKED_INDEX = "packed.json"
 OWNER = ".owner"
 _SCHEMA = 1
 _NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{8})")
+_STAGE_OF_RANK = re.compile(rf"{_NAME.pattern}-\d+-\d+({re.escape(OWNER)})?")
 
 
 def checkpoint_name(step: int, attempt: str) -> str:
@@ -94,6 +102,16 @@ def owner_file(name: str) -> str:
 def is_owner_file(name: str) -> bool:
     """Whether a name in the staging folder is that of such a note."""
     return name.endswith(OWNER)
+
+
+def stage_of_rank(name: str) -> str:
+    """Name of the folder in which this thread writes its part of a checkpoint, on a node-local disk."""
+    return f"{name}-{os.getpid()}-{threading.get_ident()}"
+
+
+def is_stage_of_rank(name: str) -> bool:
+    """Whether a name is that of such a folder, or of the note beside it that says whose it is."""
+    return _STAGE_OF_RANK.fullmatch(name) is not None
 
 
 def done_marker(slot: str) -> str:

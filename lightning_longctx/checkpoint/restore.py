@@ -257,6 +257,7 @@ class OpenCheckpoint:
             "commit": self.commit,
             "rng": extra.get("rng"),
             "loggers": extra.get("loggers", []),
+            "logged_steps": extra.get("logged_steps", self.commit.step),
             "data": extra.get("data", {}).get("key"),
         }
         return state

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_longctx.checkpoint.address import Folder, names_in
 from lightning_longctx.checkpoint.discovery import Found, scan
 from lightning_longctx.checkpoint.filesystem import FileSystem
-from lightning_longctx.checkpoint.layout import LEASE, OWNER, STAGING, Commit, is_owner_file, parse_name
+from lightning_longctx.checkpoint.layout import (
+    LATEST,
+    LEASE,
+    OWNER,
+    SCORES,
+    STAGING,
+    TEMPORARY,
+    Commit,
+    is_owner_file,
+    is_stage_of_rank,
+    parse_name,
+)
 from lightning_longctx.checkpoint.notes import is_abandoned, leased
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.units import check_whole
 
-__all__ = ["Retention", "best_first", "collect_garbage", "prune", "superfluous"]
+__all__ = ["Retention", "best_first", "collect_garbage", "collect_local", "prune", "superfluous"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ def prune(
 
 
 def collect_garbage(filesystem: FileSystem, root: Folder) -> list[str]:
-    """Remove what writers that are gone have left, with their notes, and tombstones.
+    """Remove what writers that are gone have left, with their notes, tombstones, and files that replace others.
 
     Call it before the first save of a process.
 
@@ -117,7 +129,22 @@ def collect_garbage(filesystem: FileSystem, root: Folder) -> list[str]:
             filesystem.remove_file(staging / name)
         else:
             filesystem.remove_tree(staging / name)
+    for name in names_in(root):
+        if name.startswith((f"{LATEST}{TEMPORARY}", f"{SCORES}{TEMPORARY}")) and is_abandoned(root / name):
+            filesystem.remove_file(root / name)
     return gone
+
+
+def collect_local(folder: Path) -> None:
+    """Remove what writers that are gone have left in a node-local folder; whatever else is there stays.
+
+    Several ranks of a node may call it at once.
+    """
+    filesystem = FileSystem()
+    ours = sorted(filter(is_stage_of_rank, names_in(folder)), key=is_owner_file)  # a folder goes before its note
+    for name in ours:
+        if is_abandoned(folder / name):
+            filesystem.remove_tree(folder / name)
 
 
 def _of_run(usable: Sequence[Found], run: str) -> list[Commit]:

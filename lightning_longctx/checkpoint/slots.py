@@ -6,7 +6,6 @@ two threads meet in any order, and each waits for the other.
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -21,7 +20,8 @@ from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.attempt import Attempt, describe
 from lightning_longctx.checkpoint.exchange import all_gather_json, broadcast_json, gather_json
 from lightning_longctx.checkpoint.filesystem import FileSystem
-from lightning_longctx.checkpoint.layout import FileFacts, extra_file
+from lightning_longctx.checkpoint.layout import FileFacts, extra_file, owner_file, stage_of_rank
+from lightning_longctx.checkpoint.notes import owner_note
 from lightning_longctx.checkpoint.plain import to_bytes
 from lightning_longctx.checkpoint.slot_files import SlotIndex, write_rank_file
 from lightning_longctx.checkpoint.staging import StagedTensors, StagingBuffers
@@ -173,14 +173,18 @@ class _Workplace:
         self.filesystem, self.folder = filesystem, target
         if stage_dir is not None:
             self.filesystem = FileSystem()
-            self.folder = stage_dir / f"{target.name}-{os.getpid()}-{threading.get_ident()}"
+            self.folder = stage_dir / stage_of_rank(target.name)
 
     def __enter__(self) -> _Workplace:
+        if self._local:  # a later start removes what a process that is gone has left
+            self.filesystem.make_directory(self.folder.parent)
+            self.filesystem.note(self.folder.with_name(owner_file(self.folder.name)), owner_note())
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._local:
             self.filesystem.remove_tree(self.folder)
+            self.filesystem.remove_file(self.folder.with_name(owner_file(self.folder.name)))
 
     def deliver(self, name: str, facts: FileFacts) -> None:
         """Copy a file to where it belongs, and compare what arrived."""

@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,7 @@ from lightning_longctx.checkpoint.filesystem import FileSystem
 from lightning_longctx.checkpoint.layout import OPTIMIZER, SLOTS, STAGING, WEIGHTS, Commit, owner_file
 from lightning_longctx.checkpoint.notes import owner_note
 from lightning_longctx.checkpoint.object_store import filesystem_of
-from lightning_longctx.checkpoint.retention import Retention, collect_garbage, prune
+from lightning_longctx.checkpoint.retention import Retention, collect_garbage, collect_local, prune
 from lightning_longctx.checkpoint.scores import read_scores
 from lightning_longctx.checkpoint.slots import Job, Slot
 from lightning_longctx.checkpoint.staging import PACK_BELOW, StagingBuffers
@@ -170,6 +171,9 @@ class CheckpointWriter:
         self._control = self._new_group(3 * self.settings.timeout)
         for slot in self.slots.values():
             slot.group = self._new_group(self.settings.timeout)
+        if self.settings.stage_dir is not None:
+            with suppress(OSError):  # the first save tells what is wrong with it
+                collect_local(self.settings.stage_dir)
         agreed = {"error": None, "run": run or uuid4().hex[:8], "nonce": uuid4().hex, "sequence": 0}
         if self.rank == 0:
             try:

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.loggers import CSVLogger
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
@@ -24,6 +25,7 @@ from lightning_longctx import AsyncDCPCheckpoint, CheckpointOptions, Configurati
 from lightning_longctx.checkpoint.discovery import scan
 from lightning_longctx.errors import CheckpointError
 from tests.callbacks.checkpoint_plain import Plain, loader, trainer
+from tests.callbacks.logged import read_csv
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
@@ -48,6 +50,32 @@ def _run(
     run = trainer(saving, *extra(), **{"max_steps": steps, **settings})
     run.fit(module, loader(shuffle=True), ckpt_path="last" if resume else None)
     return module
+
+
+class _ByHand(Plain):
+    """Steps after each second micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss: Any = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.log("loss", loss, batch_size=4)
+        if batch_idx % 2:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_optimization_by_hand_keeps_its_rows_over_a_resume() -> None:
+    """Loggers number micro-batches then, and rows beyond the number of steps were dropped."""
+    for steps in (4, 6):
+        _run("saves", steps, steps > 4, _ByHand(), logger=CSVLogger("runs", name=""), log_every_n_steps=1)
+    rows = read_csv(Path("runs/version_0/metrics.csv"))
+    assert sorted(step for step, values in rows.items() if "loss" in values) == list(range(12))
+    assert sorted(step for step, values in rows.items() if "checkpoint/stall_s/weights" in values) == [8, 12]
 
 
 # -- exact, with anybody's loader --------------------------------------------------------------------------------------

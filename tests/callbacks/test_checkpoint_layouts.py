@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from lightning.pytorch import Callback
 
 from lightning_longctx.callbacks.checkpoint_resume import agree_on_last
 from lightning_longctx.checkpoint.discovery import scan
-from tests.callbacks.checkpoint_toy import assert_same, fit
+from lightning_longctx.checkpoint.scores import read_scores
+from tests.callbacks.checkpoint_toy import Recorder, assert_same, fit
 from tests.helpers.pool import RankError, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -34,6 +36,27 @@ def test_five_and_five_are_ten_on_two_ranks(tmp_path: Path, sp: int | None, worl
     for rank in range(world):
         assert before[rank]["notes"] + after[rank]["notes"] == whole[rank]["notes"]
         assert_same(after[rank], whole[rank])
+
+
+class _Alone(Recorder):
+    """Only the first rank knows the score, as where it alone generates text."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.log("score", 1.0, sync_dist=True, rank_zero_only=True, batch_size=1)
+
+
+def _scored(folder: str) -> tuple[list[int], int]:
+    data = {"validation_sources": {"a": [{"text": "words"}] * 4}}
+    settings: dict[str, Any] = {"checkpoint": {"monitor": "score"}, "options": {"timeout": timedelta(seconds=5)}}
+    settings |= {"strategy": "ddp", "devices": 2, "val_check_interval": 2, "limit_val_batches": 1}
+    fit(folder, 4, data=data, module=_Alone(), **settings)
+    return [found.commit.step for found in scan(folder) if found.commit], len(read_scores(Path(folder)))
+
+
+def test_a_score_that_one_rank_alone_has_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """The first rank waited in its save for the others, which went on to the next step."""
+    assert run_ranks(_scored, 2, str(tmp_path / "c")) == [([4, 2], 2)] * 2
 
 
 def _loaded(folder: str, world: int, sp: int | None) -> Any:

@@ -121,6 +121,19 @@ def test_what_tensorboard_has_of_steps_that_come_again_is_left_out(opened: bool)
     assert [event.step for event in events.Scalars("loss")] == list(range(10))
 
 
+def test_a_renamed_logger_leaves_the_files_of_other_runs_alone() -> None:
+    """It took the old version under the new name, and dropped the rows of the run that has it."""
+    other = CSVLogger("runs", name="other")
+    for step in range(6):
+        other.log_metrics({"loss": 1.0}, step)
+    other.save()
+    before = Path(other.log_dir, "metrics.csv").read_text()
+    renamed = CSVLogger("runs", name="other")
+    continue_loggers(_run([renamed]), logger_identities(_run([CSVLogger("runs", name="mine", version=0)])), step=2)
+    assert Path(other.log_dir, "metrics.csv").read_text() == before
+    assert renamed.version == 1
+
+
 def test_a_logger_that_is_new_at_a_resume_changes_nothing_for_the_others() -> None:
     old = [CSVLogger("here", version=3), CSVLogger("there", version=5)]
     resumed = [TensorBoardLogger("events", version=1), CSVLogger("here"), CSVLogger("there"), CSVLogger("new")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import sys
@@ -18,6 +19,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_longctx import AsyncDCPCheckpoint, DynamicBatchingDataModule
+from lightning_longctx.callbacks import checkpoint_run
 from lightning_longctx.callbacks.checkpoint_loggers import refer_in_wandb
 from lightning_longctx.callbacks.run_metrics import own_folder
 from lightning_longctx.checkpoint.address import as_folder
@@ -100,6 +102,19 @@ def test_the_best_by_a_monitored_metric_stays() -> None:
     assert best == f"Best by score: {callback.best_model_path}"
     trainer.validate(Recorder(), datamodule=data, ckpt_path="best")
     trainer.validate(Recorder(), datamodule=data, ckpt_path="last")
+
+
+def test_a_score_that_cannot_be_noted_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the first rank alone, with the others in their next step."""
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_run, "write_score", full)
+    data = {"validation_sources": {"v": DOCUMENTS[:3]}}
+    with pytest.warns(UserWarning, match=r"score of step-00000002-\w+ could not be noted \(No space left on device\)"):
+        fit(ROOT, 2, data=data, checkpoint={"monitor": "score"}, callbacks=[_Score()], val_check_interval=2)
+    assert steps(ROOT) == [2]
 
 
 def test_weights_into_a_plain_module() -> None:

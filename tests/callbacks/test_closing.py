@@ -137,6 +137,13 @@ def test_checkpoints_are_named(caplog: pytest.LogCaptureFixture) -> None:
     assert ", in validation " in closing(caplog)[0]
 
 
+@pytest.mark.filterwarnings("ignore:AsyncDCPCheckpoint. `monitor` 'val/typo' was not logged")
+def test_without_a_score_no_checkpoint_is_called_the_best(caplog: pytest.LogCaptureFixture) -> None:
+    callbacks = [ExactTokenMean(), TrainingMetrics(), AsyncDCPCheckpoint("saved", monitor="val/typo")]
+    run_fit(callbacks, batches=ROWS, validation=loader(ROWS), enable_checkpointing=True)
+    assert closing(caplog)[-1].startswith("Checkpoint: saved/step-00000006-")
+
+
 def test_the_checkpoint_of_lightning_is_named_too(caplog: pytest.LogCaptureFixture) -> None:
     callbacks = [ExactTokenMean(), TrainingMetrics(), ModelCheckpoint("stock", save_top_k=1)]
     run_fit(callbacks, batches=ROWS, enable_checkpointing=True)

@@ -105,13 +105,18 @@ class _Save(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_resume_in_the_middle_of_a_window_goes_on_with_it(tmp_path: Path) -> None:
-    saved = tmp_path / "middle.ckpt"
-    fit(MoERouterHeatmap(4), tmp_path / "a", callbacks=[_Save(6, saved)])
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.parametrize("strategy", ["auto", "longctx_fsdp"])  # the second loads checkpoints after `on_fit_start`
+def test_a_resume_in_the_middle_of_a_window_goes_on_with_it(tmp_path: Path, strategy: str) -> None:
+    saved, second = tmp_path / "middle.ckpt", MoERouterHeatmap(4)
+    batches = [make_batch(seed, 5, padding=1 + seed % 4) for seed in range(12)]
+    fit(MoERouterHeatmap(4), tmp_path / "a", batches=batches, callbacks=[_Save(6, saved)], strategy=strategy)
     whole = table(tmp_path / "a")
     # Loaders in these tests have no state, so the rest of the data is given.
-    fit(MoERouterHeatmap(4), tmp_path / "b", batches=BATCHES[6:], ckpt_path=saved, max_epochs=2, max_steps=12)
+    settings: Any = {"ckpt_path": saved, "max_epochs": 2, "max_steps": 12, "strategy": strategy}
+    fit(second, tmp_path / "b", batches=batches[6:], **settings)
     assert table(tmp_path / "b") == {window: counts for window, counts in whole.items() if window[1] > 6}
+    assert second.state_dict()["history"]["steps"] == [4, 8, 12]
 
 
 def test_the_strip_and_the_starved_go_on_after_a_resume(tmp_path: Path) -> None:
@@ -137,6 +142,12 @@ def test_a_checkpoint_of_other_layers_starts_a_new_window(tmp_path: Path, caplog
     fit(other, tmp_path / "b", ckpt_path=tmp_path / "middle.ckpt", **settings)
     assert "other layers of experts" in caplog.text
     assert other.state_dict()["history"]["first_step"] == 7
+
+
+def test_what_is_left_at_the_end_is_logged_at_the_last_step(tmp_path: Path) -> None:
+    """It was one further, where no other key has a value."""
+    logger: Any = fit(MoERouterHeatmap(5), tmp_path).logger
+    assert [step for step, row in logger.rows if "moe/max_vio" in row] == [4, 9, 11]
 
 
 class _Failing(MoEModule):

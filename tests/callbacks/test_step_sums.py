@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_longctx.callbacks.step_sums import Field, StepSums, count_source_tokens, count_step_targets, mean_loss
+from lightning_longctx.callbacks.step_sums import (
+    Field,
+    StepSums,
+    count_source_tokens,
+    count_step_targets,
+    has_loss,
+    mean_loss,
+)
 from tests.callbacks.toy import DIVISOR, TOKENS, make_batch
 
 CPU = torch.device("cpu")
@@ -51,11 +58,15 @@ def test_without_token_losses_means_are_averaged(output: Any) -> None:
     assert sums.values[Field.TARGETS] == 12  # counted all the same
 
 
-@pytest.mark.parametrize("output", [None, {}], ids=str)
-def test_a_step_that_returned_nothing_adds_no_loss(output: Any) -> None:
+@pytest.mark.parametrize("output", [None, {}, {"predictions": torch.ones(2)}], ids=["none", "empty", "other"])
+def test_a_step_that_returned_no_loss_adds_none(output: Any) -> None:
     sums = StepSums(CPU)
     assert sums.add(output, make_batch(0, 3))
-    assert mean_loss(sums.values.tolist()) == 0.0
+    assert not has_loss(sums.values.tolist())
+    sums.add({"per_token_loss": torch.ones(1, TOKENS) * 2}, make_batch(0, 3))
+    assert has_loss(sums.values.tolist())
+    assert mean_loss(sums.values.tolist()) == TOKENS * 2 / 3  # over the targets of the step that returned one
+    assert sums.values[Field.TARGETS] == 6
 
 
 def test_no_targets_give_zero() -> None:

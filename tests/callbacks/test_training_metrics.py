@@ -223,6 +223,52 @@ def test_manual_optimization() -> None:
     assert [rows[key]["train/grad_norm"] for key in (12, 17, 26)] == pytest.approx(expected["norm"], rel=1e-5)
 
 
+class _Skips(ToyLM):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._step(batch) if batch_idx % 3 else None
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_micro_batch_that_the_step_skipped_counts_nowhere(accumulate: int) -> None:
+    metrics = TrainingMetrics()
+    # Without `ExactTokenMean`, which is settled by the first micro-batch: learning nothing makes losses comparable.
+    logger = fit(metrics, _Skips(lr=0.0), batches=BATCHES[:6], callbacks=[metrics], accumulate_grad_batches=accumulate)
+    steps = [[1, 2], [4, 5]] if accumulate == 3 else [[1], [2], [4], [5]]
+    expected = [token_mean([BATCHES[n] for n in step]) for step in steps]
+    logged = dict.fromkeys(logger.column("train/loss"))  # Lightning writes a step's value again until there is another
+    assert list(logged) == pytest.approx(expected, rel=1e-5)
+    assert metrics.target_tokens == sum(TARGETS[n] for n in (1, 2, 4, 5))
+    assert metrics.source_tokens == 4 * (TOKENS - 3)
+
+
+class _Silent(_Manual):
+    """Logs by itself and returns nothing, as many do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.log("val/loss", torch.tensor(7.0), batch_size=1)
+        return {"predictions": batch["input_ids"]}
+
+
+def test_where_steps_return_no_loss_there_is_none_and_what_the_module_logs_stays() -> None:
+    metrics = TrainingMetrics()
+    settings: Any = {"validation": loader(BATCHES[:1]), "callbacks": [metrics]}
+    with pytest.warns(UserWarning, match="leaves") as told:
+        logger = fit(metrics, _Silent(every=2), batches=BATCHES[:4], **settings)
+    texts = [str(one.message) for one in told if "leaves" in str(one.message)]
+    assert [text.split("`")[1:4:2] for text in texts] == [
+        ["train/loss", "training_step"],
+        ["val/loss", "validation_step"],
+    ]
+    assert not logger.column("train/loss")
+    assert logger.column("train/target_tokens")[-1] == sum(TARGETS[:4])
+    assert logger.column("val/loss") == [7.0]
+    assert metrics.closing_lines()[0].endswith("%.")  # no loss in the closing line either
+
+
 class _SkipRest(ToyLM):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 3 else None

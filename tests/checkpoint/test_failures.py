@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +19,17 @@ from lightning_longctx.checkpoint.layout import COMMIT, STAGING, done_marker
 from lightning_longctx.checkpoint.reading import TensorDirectory
 from lightning_longctx.checkpoint.writer import CheckpointWriter, SaveRequest
 from lightning_longctx.errors import CheckpointError
-from tests.checkpoint.helpers import FailingFileSystem, check_pure, request, save, state, steps, writer
+from tests.checkpoint.helpers import (
+    GONE,
+    FailingFileSystem,
+    check_pure,
+    owners_note,
+    request,
+    save,
+    state,
+    steps,
+    writer,
+)
 
 
 def _assert_fails_once(checkpoints: CheckpointWriter, step: int, text: str) -> None:
@@ -251,6 +263,19 @@ def test_a_node_local_folder_first(tmp_path: Path) -> None:
     save(checkpoints, 1)
     assert check_pure(tmp_path / "shared") == [1]
     assert list(local.iterdir()) == []
+
+
+def test_a_start_removes_what_dead_processes_left_on_the_node(tmp_path: Path) -> None:
+    """Each kill left a part of a checkpoint there, until the disk was full."""
+    local, names = tmp_path / "local", ["step-00000001-0000000a-1-2", "step-00000001-0000000b-1-2"]
+    for name, owner in zip(names, (owners_note(**GONE), owners_note(pid=os.getppid())), strict=True):
+        (local / name / "weights").mkdir(parents=True)
+        (local / f"{name}.owner").write_text(json.dumps(owner))
+    long_ago = time.time() - 7200
+    (local / "step-00000001-0000000c").mkdir()  # of others: a checkpoint that somebody keeps here
+    os.utime(local / "step-00000001-0000000c", (long_ago, long_ago))
+    save(writer(tmp_path / "shared", stage_dir=local), 1)
+    assert sorted(path.name for path in local.iterdir()) == [names[1], f"{names[1]}.owner", "step-00000001-0000000c"]
 
 
 def test_the_record_of_another_directory_does_not_count(tmp_path: Path) -> None:

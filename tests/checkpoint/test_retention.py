@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_longctx.checkpoint.address import Folder
 from lightning_longctx.checkpoint.discovery import find_latest, reading, scan
 from lightning_longctx.checkpoint.filesystem import FileSystem
-from lightning_longctx.checkpoint.layout import STAGING, Commit, owner_file
+from lightning_longctx.checkpoint.layout import LATEST, STAGING, Commit, owner_file
 from lightning_longctx.checkpoint.notes import owner_note
 from lightning_longctx.checkpoint.retention import Retention, best_first, collect_garbage, prune, superfluous
 from lightning_longctx.checkpoint.scores import read_scores, write_score
@@ -102,6 +103,24 @@ def test_a_start_removes_what_dead_owners_left(tmp_path: Path) -> None:
     for entry in staging.iterdir():
         os.utime(entry, (hour_ago, hour_ago))
     assert {name[:13] for name in collect_garbage(FileSystem(), tmp_path)} == {"step-00000004", "step-00000006"}
+
+
+def test_a_file_that_was_to_replace_another_goes_an_hour_after_a_kill(tmp_path: Path) -> None:
+    save(writer(tmp_path), 1)
+
+    class Killed(FileSystem):
+        def before(self, operation: str, path: Folder) -> None:
+            if operation == "replace":
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Killed().replace(tmp_path / LATEST, b"{}")
+    (left,) = tmp_path.glob(f"{LATEST}.*")
+    save(writer(tmp_path), 2)
+    assert left.exists()  # somebody may be at it
+    os.utime(left, (time.time() - 4000,) * 2)
+    save(writer(tmp_path), 3)
+    assert not left.exists()
 
 
 def test_a_run_that_went_back_is_continued_where_it_is_now(tmp_path: Path) -> None:
