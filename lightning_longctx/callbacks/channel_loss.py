@@ -261,12 +261,12 @@ class ChannelLoss(Callback):
         if not self.options.plot or not trainer.loggers:
             return
         directory = trainer.log_dir  # asks rank 0, so every rank must ask
-        if self.history.steps and directory is not None and trainer.is_global_zero:
+        if self.history.losses and directory is not None and trainer.is_global_zero:
             self._picture = self.plot(own_folder(directory) / f"{self.prefix}_loss.png")
 
     def closing_lines(self) -> list[str]:
         """The table: printed at the end of training, or among what all parts say then (``TrainingMetrics``)."""
-        shown = self.history.steps and self.options.summary
+        shown = self.history.losses and self.options.summary
         table = [f"Loss by {self.group_by}:", *summary_table(self.history).splitlines()] if shown else []
         return table + ([f"Picture: {self._picture}"] if self._picture else [])
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_longctx.callbacks.checkpoint_capture import optimizers_of
 from lightning_longctx.checkpoint.address import Folder
-from lightning_longctx.checkpoint.discovery import as_checkpoint, is_checkpoint, reading
+from lightning_longctx.checkpoint.discovery import as_checkpoint, check_one_checkpoint, is_checkpoint, reading
 from lightning_longctx.checkpoint.layout import COMMIT
 from lightning_longctx.checkpoint.restore import OpenCheckpoint, agree_or_raise
 from lightning_longctx.errors import CheckpointError, ConfigurationError
@@ -62,6 +62,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         given = self._trainer.strategy.broadcast(path)  # ranks must not each believe their own look
         path = as_checkpoint(given)
         if not is_checkpoint(path):
+            check_one_checkpoint(path)
             return self.inner.load_checkpoint(given, weights_only=weights_only)
         error, state = None, dict[str, Any]()
         topology = topology_of(self._trainer)

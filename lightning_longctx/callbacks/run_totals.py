@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from lightning_longctx.callbacks.step_sums import Field
@@ -62,8 +61,8 @@ class RunTotals:
             parts.append(f", {counted(sums[Field.TOKENS], 'token')} in {duration(seconds)} ({rate:,.0f} a second)")
         if sums[Field.BUDGET]:
             parts.append(f", rows filled to {sums[Field.TOKENS] * self._sp_size / sums[Field.BUDGET]:.1%}")
-        known = [loss for loss in self._losses if not math.isnan(loss)]
-        parts.append(f"; loss {' -> '.join(f'{loss:.3f}' for loss in known)}" if known else "")
+        said = f"loss {' -> '.join(f'{loss:.3f}' for loss in self._losses)}"  # nan too: a run must not hide it
+        parts.append(f"; {said if self._losses else 'no loss was logged: see `log_every_n_steps`'}")
         parts.append("" if self.validation_loss is None else f", in validation {self.validation_loss:.3f}")
         return "".join([*parts, "."])
 

@@ -31,11 +31,13 @@ from lightning_longctx.checkpoint.layout import COMMIT, LEASE, STAGING, Commit, 
 from lightning_longctx.checkpoint.notes import owner_note
 from lightning_longctx.checkpoint.object_store import filesystem_of
 from lightning_longctx.errors import CheckpointError
+from lightning_longctx.units import counted
 
 __all__ = [
     "DEEP_BYTES",
     "Found",
     "as_checkpoint",
+    "check_one_checkpoint",
     "file_problem",
     "find_latest",
     "is_checkpoint",
@@ -82,6 +84,19 @@ def as_checkpoint(path: PathLike) -> Folder:
 def is_checkpoint(path: PathLike) -> bool:
     """Whether a path is a directory with a commit record."""
     return (as_checkpoint(path) / COMMIT).is_file()
+
+
+def check_one_checkpoint(path: PathLike) -> None:
+    """Refuse the folder that checkpoints are in where one of them is meant; anything else may be somebody's.
+
+    Raises:
+        CheckpointError: such a folder.
+    """
+    folder = as_checkpoint(path)
+    if not folder.is_file() and not is_checkpoint(folder) and (inside := scan(folder)):
+        got = f"the folder of {counted(len(inside), 'checkpoint')}"
+        fix = f"Name one of them, such as {inside[0].path}, or write `ckpt_path: last` for the newest of `dirpath`."
+        raise CheckpointError(str(folder), "must be one checkpoint", got, fix)
 
 
 def scan(dirpath: PathLike) -> list[Found]:

@@ -32,7 +32,7 @@ COMMANDS = {
     "fit": "train a model",
     "validate": "compute the validation loss",
     "test": "compute the test loss",
-    "predict": "run the model on data and keep its outputs",
+    "predict": "run the model on data, for a callback that keeps its outputs",
 }
 
 # What other programs call a command.

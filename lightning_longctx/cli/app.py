@@ -22,7 +22,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_longctx.callbacks import TrainingMetrics
+from lightning_longctx.callbacks import AsyncDCPCheckpoint, TrainingMetrics
 from lightning_longctx.cli.arguments import Arguments, read_arguments
 from lightning_longctx.cli.errors import CommandLineError
 from lightning_longctx.cli.explain import explain
@@ -30,7 +30,7 @@ from lightning_longctx.cli.notes import ClosingNotes
 from lightning_longctx.cli.refusal import hidden_refusal
 from lightning_longctx.cli.saving import KeepingSaveConfig
 from lightning_longctx.cli.schema import Place, class_names, spell_flag
-from lightning_longctx.errors import ConfigurationError, FieldError
+from lightning_longctx.errors import CheckpointError, ConfigurationError, FieldError
 from lightning_longctx.spelling import nearest
 from lightning_longctx.tools.before_start import check_checkpoint_path, check_folders, check_sizes
 from lightning_longctx.tools.versions import installed_versions
@@ -156,6 +156,22 @@ class LongContextCLI(LightningCLI):
             others = {action.dest.partition(".")[0]: Place() for action in actions}
             raise explain(str(error), self._arguments.tree, {**others, **places}, self._command) from None
 
+    def _parse_ckpt_path(self) -> None:
+        """Take the hyperparameters of a checkpoint that is a file, as stock does.
+
+        Raises:
+            CheckpointError: no checkpoint, one that was cut short, or one that would have to run code.
+        """
+        try:
+            super()._parse_ckpt_path()
+        except (OSError, CommandLineError, FieldError):
+            raise
+        except Exception as error:  # torch's reader fails of a foreign file in many ways
+            got = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            fix = "Give the path of a whole one, or the word `last`."
+            path = str(self.config[self.config.subcommand].ckpt_path)
+            raise CheckpointError(path, "must be a checkpoint that can be read", got, fix) from error
+
     def instantiate_classes(self) -> None:
         """Build trainer, model and data module, and check their sizes before any process is started."""
         check_checkpoint_path(self._get(self.config, "ckpt_path"))
@@ -164,6 +180,7 @@ class LongContextCLI(LightningCLI):
         trainer = self.trainer
         if self._runs:
             check_folders(_folders(trainer))
+            check_checkpoint_path(self._get(self.config, "ckpt_path"), _saves(trainer))
         check_sizes(trainer.strategy, self.datamodule, self.model, trainer.num_devices, trainer.num_nodes)
 
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
@@ -202,6 +219,17 @@ class LongContextCLI(LightningCLI):
             ):
                 raise refusal from error
             raise origin from None
+
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """Give the model the optimizer that stands beside it, as stock does, if it has parameters for it by now."""
+        section = self._parser(subcommand)._optimizers
+        given = any(self._get(self.config, key) is not None for key in section)
+        if given and next(self.model.parameters(), None) is None:
+            own = " Its own one is set under `model.optimizer`, its schedule under `model.schedule`."
+            fix = f"Leave it out.{own if 'model' in self._own else ''}"
+            got = f"{type(self.model).__name__}, which makes them later"
+            raise ConfigurationError("optimizer", "needs a model that is built with its parameters", got, fix)
+        super()._add_configure_optimizers_method_to_model(subcommand)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
@@ -270,6 +298,12 @@ def _folders(trainer: LightningTrainer) -> list[tuple[str, Any]]:
         for one in trainer.checkpoint_callbacks
     ]
     return [*(logs or [("trainer.default_root_dir", trainer.default_root_dir)]), *saves]
+
+
+def _saves(trainer: LightningTrainer) -> str | None:
+    """The folder of the callback that is asked for ``best``, if it is ours."""
+    first = trainer.checkpoint_callback
+    return str(first.dirpath or "checkpoints") if isinstance(first, AsyncDCPCheckpoint) else None
 
 
 def _original(error: Exception) -> Exception:

@@ -30,6 +30,8 @@ _NOISE = re.compile(
 )
 _TYPE_ONLY = re.compile(r"Expected an? <class '([\w.]+)'>$")
 _CHOICES = re.compile(r"Expected a typing\.Literal\[(.*)\]")
+# So many characters of a wrong value say which one it is.
+_LONGEST_VALUE = 80
 _TYPE_AND_VALUE = re.compile(r"Expected an? <class '([\w.]+)'>\. Got value: (.*)")
 
 
@@ -49,7 +51,7 @@ def explain(
     """
     for error in _section_problems(tree, places, command):
         return error
-    text = _condense(message)
+    text = _condense(message, tree)
     if (forgotten := re.fullmatch(r"unrecognized arguments: (\S+\.ya?ml)", text)) is not None:
         text += f". Did you mean `longctx {command} --config {forgotten[1]}`?"
     return CommandLineError(text)
@@ -141,15 +143,16 @@ def _group_settings(place: Place) -> dict[str, Place]:
     return found[1] if found else {}
 
 
-def _condense(message: str) -> str:
+def _condense(message: str, tree: Mapping[str, Any]) -> str:
     keys = re.findall(r'Parser key "([^"]+)"', message)
     path = ".".join(key for index, key in enumerate(keys) if index == 0 or key != keys[index - 1].rpartition(".")[2])
     lines = [line.strip().removeprefix("- ") for line in message.splitlines()]
     kept = list(dict.fromkeys(line for line in lines if not _NOISE.match(line)))
     # Of the arms of a Union, those that say only what type they want are dropped where another arm says more.
     telling = [line for line in kept if not _TYPE_ONLY.match(line) and not _CHOICES.match(line)]
-    text = "; ".join(telling) or _expected(kept)
-    text = _TYPE_AND_VALUE.sub(lambda found: f"must be of type {_short_name(found)}, but got {found[2]}", text)
+    typed = _value_at(tree, path)
+    text = "; ".join(telling) or _expected(kept) + (f", but got {typed!r}" if isinstance(typed, str) else "")
+    text = _TYPE_AND_VALUE.sub(lambda found: _of_type(found, typed), text)
     text = text.replace("Not of type TokenCount: `tokens` ", "")
     missing = re.search(r"following arguments are required: ([\w., ]+)", text)
     if missing:
@@ -163,6 +166,21 @@ def _expected(lines: list[str]) -> str:
     if choices:
         return f"must be one of {', '.join(choices)}"
     return f"must be of type {' or '.join(_TYPE_ONLY.sub(_short_name, line) for line in lines)}"
+
+
+def _value_at(tree: Mapping[str, Any], path: str) -> Any:
+    """What the user wrote under a key, None if it is not found."""
+    value: Any = tree
+    for key in path.split("."):
+        value = _flat(value).get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _of_type(found: re.Match[str], typed: Any) -> str:
+    """Type and value. Where a path was written, jsonargparse's value is the text of the file, which nobody wrote."""
+    value = typed if isinstance(typed, str) else found[2]
+    value = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."
+    return f"must be of type {_short_name(found)}, but got {value}"
 
 
 def _short_name(found: re.Match[str]) -> str:

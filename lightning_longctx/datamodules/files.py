@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from os.path import isdir, isfile  # Path's methods raise for a name that is too long for any file
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ _PARQUET = {".parquet"}
 # Formats that would otherwise be read as text, silently wrong.
 _NOT_TEXT = {".7z", ".arrow", ".bin", ".bz2", ".csv", ".gz", ".json", ".npy", ".npz", ".pkl", ".pt", ".safetensors"}
 _NOT_TEXT |= {".idx", ".mds", ".tar", ".tgz", ".tsv", ".xz", ".zip", ".zst"}
+# Longer ones are told by their beginning: it may be a document that stands where its path belongs.
+_LONGEST_PATH = 200
 _CHECK = "Check the path, or leave the source out."
 _OBJECT = "Give the library's object instead of its path, in Python, such as"
 
@@ -73,7 +76,7 @@ def open_source(name: str, value: Any, group: str = "data.sources") -> Source:
         return records_source(name, settings, field)
     if isinstance(settings.path, str) and settings.path in BUILTIN_SOURCES:
         return _builtin(name, settings, field)
-    if isinstance(settings.path, str) and (folder := Path(settings.path).expanduser()).is_dir():
+    if isinstance(settings.path, str) and isdir(folder := Path(settings.path).expanduser()):
         return records_source(name, replace(settings, path=None, records=_saved_dataset(folder, field)), field)
     return _from_files(name, settings, field)
 
@@ -110,14 +113,15 @@ def _from_files(name: str, settings: SourceSettings, field: str) -> Source:
     assert settings.path is not None
     paths = find_files(settings.path, field)
     written = str(settings.path)
-    if not paths and Path(f"{written}.idx").is_file():
+    if not paths and isfile(f"{written}.idx"):
         fix = f"{_OBJECT} IndexedDataset({written!r})."
         raise ConfigurationError(
             field, "must be a file or a glob", f"{written!r}, an indexed data set of Megatron", fix
         )
     if not paths:
         fix = f"Paths start in {Path.cwd()}. {known_names(written, sorted(BUILTIN_SOURCES))}"
-        raise ConfigurationError(field, "must be a built-in name, or match a file", repr(written), fix)
+        got = repr(written if len(written) <= _LONGEST_PATH else f"{written[:_LONGEST_PATH]}...")
+        raise ConfigurationError(field, "must be a built-in name, or match a file", got, fix)
     suffixes = {suffix_of(path) for path in paths}
     _check_codec(paths, field)
     if suffixes <= _JSON_LINES:

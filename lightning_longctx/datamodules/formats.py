@@ -127,7 +127,7 @@ def _joined(prompt: Any, response: Any, masked: bool) -> Encoded:
 def _text(record: Mapping[str, Any], name: str) -> str:
     text = record[name]
     if not isinstance(text, str):
-        fix = "Name the right key, or drop such records."
+        fix = "Name the right key, or set `loading.on_bad_record: skip`."
         raise BadRecord(f"must have a text under {name!r}", f"{type(text).__name__} there and {_keys(record)} in", fix)
     return checked_text(text)
 

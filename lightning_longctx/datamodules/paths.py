@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob
+from os.path import isfile  # Path's method raises for a name that is too long for any file
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
@@ -79,9 +80,9 @@ def find_files(patterns: str | Sequence[str], field: str) -> list[str]:
 
 def _local_files(pattern: str) -> list[str]:
     expanded = str(Path(pattern).expanduser())
-    if Path(expanded).is_file():  # also where the name itself has brackets
+    if isfile(expanded):  # also where the name itself has brackets
         return [expanded]
-    return sorted(path for path in glob(expanded, recursive=True) if Path(path).is_file())
+    return sorted(path for path in glob(expanded, recursive=True) if isfile(path))
 
 
 def _remote_files(pattern: str, field: str) -> list[str]:

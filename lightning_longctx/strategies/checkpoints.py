@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_longctx.checkpoint.address import Folder
-from lightning_longctx.checkpoint.discovery import as_checkpoint, is_checkpoint, reading
+from lightning_longctx.checkpoint.discovery import as_checkpoint, check_one_checkpoint, is_checkpoint, reading
 from lightning_longctx.checkpoint.layout import COMMIT, METADATA
 from lightning_longctx.checkpoint.plain import load_plain
 from lightning_longctx.checkpoint.reading import TensorDirectory
@@ -45,6 +45,7 @@ def load_any_checkpoint(
     elif (path / METADATA).is_file() and (path / _STOCK_STATE).is_file():
         load = _load_stock_directory
     else:
+        check_one_checkpoint(path)
         return load_file(path if isinstance(path, Path) else str(path))
     error, state = None, dict[str, Any]()
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_longctx.checkpoint.address import Folder, as_folder, is_address
+from lightning_longctx.checkpoint.discovery import check_one_checkpoint, scan
 from lightning_longctx.errors import ConfigurationError, FieldError, raise_together
 from lightning_longctx.strategies.checks import check_parts
 from lightning_longctx.tools.configuration import check_division
@@ -21,23 +22,30 @@ __all__ = ["check_checkpoint_path", "check_folders", "check_sizes"]
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 
 
-def check_checkpoint_path(path: object) -> None:
+def check_checkpoint_path(path: object, saves: Folder | str | None = None) -> None:
     """Check that a checkpoint to start from is there.
 
     Args:
         path: ``ckpt_path``: a path, an address, one of Lightning's words such as ``last``, or None.
+        saves: the folder of ``AsyncDCPCheckpoint``, where ``best`` looks. Default None: the run has none.
 
     Raises:
-        ConfigurationError: one that does not exist, or an address that cannot be opened.
+        ConfigurationError: one that does not exist, ``best`` of none, or an address that cannot be opened.
+        CheckpointError: the folder that checkpoints are in.
     """
     if not isinstance(path, (str, Path)):
         return
+    if path == "best" and saves is not None and not scan(saves):
+        fix = "Train first, name another folder (`dirpath`), or give the path of a checkpoint."
+        raise ConfigurationError("ckpt_path", "must find a checkpoint", f"`best`, and none in {saves}", fix)
     if not is_address(path) and str(path).partition(":")[0] in _CHECKPOINT_WORDS:
         return
-    if not as_folder(path, "ckpt_path").exists():
+    folder = as_folder(path, "ckpt_path")
+    if not folder.exists():
         words = ", ".join(_CHECKPOINT_WORDS[:2])
         fix = f"Check the path, or give one of the words {words}."
         raise ConfigurationError("ckpt_path", "must exist", repr(str(path)), fix)
+    check_one_checkpoint(folder)
 
 
 def check_sizes(strategy: Any, datamodule: Any, model: Any, devices: int, nodes: int) -> None:

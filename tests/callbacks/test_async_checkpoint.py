@@ -74,6 +74,16 @@ def test_evaluation_finds_the_weights(command: str, path: str, strategy: str) ->
     assert torch.equal(head.full_tensor() if hasattr(head, "full_tensor") else head, trained["head.weight"])
 
 
+@pytest.mark.parametrize("strategy", ["auto", "longctx_fsdp"])
+def test_the_folder_of_checkpoints_is_no_checkpoint(strategy: str) -> None:
+    fit("checkpoints", 1)
+    trainer = _trainer([AsyncDCPCheckpoint("checkpoints")], strategy=strategy)
+    with pytest.raises(
+        CheckpointError, match="`checkpoints` must be one checkpoint, but got the folder of 1 checkpoint"
+    ):
+        trainer.validate(_Evaluated(), datamodule=_data(), ckpt_path="checkpoints")
+
+
 class _Evaluated(Recorder):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)

@@ -104,3 +104,4 @@ def test_strict_refuses_what_cannot_be_told(change: Any, words: str) -> None:
     with pytest.warns(UserWarning, match=words):
         rows = channel_rows(fit(loose, _Foreign(), [padded([0, 1, 0]) | change], callbacks=[loose]))
     assert rows[0][1]["channel_loss/coverage"] < 1
+    assert bool(loose.closing_lines()) == bool(loose.latest), "no table without a line"

@@ -26,7 +26,7 @@ from lightning_longctx.checkpoint.address import as_folder
 from lightning_longctx.checkpoint.discovery import scan
 from lightning_longctx.checkpoint.layout import COMMIT
 from lightning_longctx.cli import main
-from lightning_longctx.errors import ConfigurationError
+from lightning_longctx.errors import CheckpointError, ConfigurationError
 from lightning_longctx.tools.before_start import check_checkpoint_path
 from tests.callbacks.checkpoint_toy import DOCUMENTS, Recorder, assert_same, fit
 from tests.checkpoint import objects  # noqa: F401 - registers the store, on each rank
@@ -187,6 +187,11 @@ def test_a_path_to_start_from_must_be_there() -> None:
     check_checkpoint_path("last")
     with pytest.raises(ConfigurationError, match="`ckpt_path` must exist, but got 'memory://bucket/run/step-2'"):
         check_checkpoint_path(f"{ROOT}/step-2")
+    with pytest.raises(CheckpointError, match="`memory://bucket/run` must be one checkpoint, but got the folder of 1"):
+        check_checkpoint_path(ROOT)
+    check_checkpoint_path("best", ROOT)
+    with pytest.raises(ConfigurationError, match="`ckpt_path` must find a checkpoint, but got `best`, and none in mem"):
+        check_checkpoint_path("best", "memory://bucket/other")
 
 
 @pytest.mark.parametrize("field", ["stage_dir", "export_hf_at_end"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import signal
 from collections.abc import Iterator
@@ -176,3 +177,13 @@ def test_totals_over_ranks_that_share_rows() -> None:
     totals.validation_loss = 1.5
     expected = "Run: 3 steps, 60 tokens in 20 s (3 a second), rows filled to 75.0%; loss 2.000, in validation 1.500."
     assert totals.line() == expected
+
+
+def test_totals_hide_no_loss_that_is_no_number() -> None:
+    totals = RunTotals(devices=1, sp_size=1, step=0)
+    sums = [0.0] * len(Field)
+    totals.add(sums, 1)
+    assert totals.line() == "Run: 1 step; no loss was logged: see `log_every_n_steps`."
+    totals.add(sums, 2, 2.0)
+    totals.add(sums, 3, math.nan)
+    assert totals.line() == "Run: 3 steps; loss 2.000 -> nan."

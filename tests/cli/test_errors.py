@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,10 +139,22 @@ def test_wrong_class(key: str, value: Any, said: str, capsys: pytest.CaptureFixt
         ("--model.optimizer.lr=-1", "optimizer.lr` must be positive, but got -1.0"),
         ("--ckpt_path=no/such.ckpt", "`ckpt_path` must exist, but got 'no/such.ckpt'"),
         ("--data.sources.b=no/such/*.txt", "`data.sources.b`"),
+        ("--data.sources=texts/plain.txt", "`data.sources` must be of type dict, but got texts/plain.txt"),
+        ("--data.packing.long_document=splitt", "'truncate', 'drop', but got 'splitt'"),
+        ("--optimizer=SGD", "CausalLMModule, which makes them later. Leave it out. Its own one is set under"),
+        ("--ckpt_path=texts/0.txt", "`texts/0.txt` must be a checkpoint that can be read, but got "),
     ],
 )
 def test_wrong_value(flag: str, said: str, texts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("texts/plain.txt").write_text("A text that jsonargparse reads where a mapping goes.")
     assert said in refused(OURS, capsys, flag)
+
+
+@pytest.mark.parametrize("command", ["fit", "validate"])
+def test_the_best_of_no_checkpoint(command: str, texts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = changed(OURS, "trainer.callbacks", ["AsyncDCPCheckpoint"])
+    said = refused(config, capsys, "--ckpt_path=best", command=command)
+    assert "`ckpt_path` must find a checkpoint, but got `best`, and none in " in said
 
 
 @pytest.mark.parametrize("config", [{}, {"data": {"max_seq_len": 64}}])

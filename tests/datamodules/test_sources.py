@@ -179,6 +179,7 @@ def test_a_second_pass_over_an_iterator_is_an_error_and_not_empty() -> None:
     [
         ("python-stdlb", "Did you mean 'python-stdlib'"),
         ("none/*.txt", "must be a built-in name, or match a file"),
+        ("a text in place of its path. " * 20, r"must be a built-in name, or match a file, but got 'a text .*\.\.\.'"),
         ({"path": "x", "wieght": 1}, "Did you mean 'weight'"),
         ({"weight": 1.0}, "one of `path` and `records`"),
         ({"path": "x", "weight": 0}, "positive `weight`"),

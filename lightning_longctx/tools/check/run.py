@@ -115,9 +115,11 @@ def check_first_row(subject: Subject) -> Check:
     dp_size = max(1, (subject.devices or 1) * subject.nodes // sp_size)
     topology = Topology(0, dp_size * sp_size, 0, dp_size, sp_size=sp_size)
     (stream,) = read_streams(data, [topology], None, 1, 1, FirstRows)
+    pieces = [entry for draw in stream.draws for entry in draw.entries]
+    read = len({(entry.source_id, entry.number) for entry in pieces})  # a fit counts a split document once, too
     if not stream.rows:
         fix = "Give more documents; check limits on lengths and `drop_last`."
-        got = counted(stream.first_documents, "document")
+        got = counted(read, "document")
         raise ConfigurationError("data.sources", "must give the first rank a row", got, fix)
     row, batch = stream.rows[0], stream.kept[0]
     largest, vocabulary = int(batch["input_ids"].max()), subject.vocabulary()
@@ -133,11 +135,11 @@ def check_first_row(subject: Subject) -> Check:
     ]
     of = " of the targets it may hold" if data.packing_facts.count_mode == "effective" else ""  # a fit tells its tokens
     text = (
-        f"{counted(stream.first_documents, 'document')} read in {stream.first_seconds:.1f} s; the row holds"
+        f"{counted(read, 'document')} read in {stream.first_seconds:.1f} s; the row holds"
         f" {', '.join(f'{count:,} of {name}' for name, count in names.items())}"
         f" ({_lengths([tokens for _, _, tokens in row.documents])}), filled to {row.fill:.1%}{of}"
     )
-    return Check("first row", "fine", text, {"read": stream.first_documents, "fill": row.fill, "documents": documents})
+    return Check("first row", "fine", text, {"read": read, "fill": row.fill, "documents": documents})
 
 
 def _lengths(tokens: list[int]) -> str:
@@ -150,8 +152,8 @@ def _lengths(tokens: list[int]) -> str:
 def check_start(subject: Subject) -> Check:
     """Where training would begin: the checkpoint that ``ckpt_path`` names, or a fresh start."""
     path = subject.settings.get("ckpt_path")
-    check_checkpoint_path(path)
     folder = checkpoint_folder(subject)
+    check_checkpoint_path(path, folder)
     if folder is None or path not in (None, "last"):
         if path is not None and is_checkpoint(path):
             _check_weights(subject, path)

@@ -63,6 +63,14 @@ def test_the_first_row_is_that_of_the_first_rank() -> None:
     assert f"{row['read']} documents read" in row["text"]
 
 
+def test_a_split_document_is_read_once() -> None:
+    """As the first line of a fit counts it."""
+    Path("texts/1.txt").write_text("words " * 50)
+    _, checks = check(changed(data={"sources": {"a": "texts/1.txt"}}))
+    assert checks["first row"]["read"] == 1
+    assert "1 document read" in checks["first row"]["text"]
+
+
 def test_one_finding_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
     config = changed(model={"config": {**TINY, **shape}})
