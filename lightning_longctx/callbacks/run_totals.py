@@ -34,18 +34,21 @@ class RunTotals:
         self._devices, self._sp_size = devices, sp_size
         self._first = self._last = step
         self._sums = [0.0] * len(Field)
+        self._any_logged = False
         self._losses: list[float] = []  # of the first logged step and of the last
 
-    def add(self, sums: Sequence[float], step: int, loss: float | None = None) -> None:
+    def add(self, sums: Sequence[float], step: int, loss: float | None = None, logged: bool = True) -> None:
         """Add steps.
 
         Args:
             sums: ``[len(Field)]``, over all ranks, of the steps since the last call.
             step: optimizer steps done so far.
-            loss: of the last of these steps; None if it was not logged.
+            loss: of the last of these steps; None if it has none.
+            logged: whether the last of these steps was logged.
         """
         self._sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
         self._last = step
+        self._any_logged |= logged
         if loss is not None:
             self._losses = [*self._losses[:1], loss]
 
@@ -61,9 +64,12 @@ class RunTotals:
             parts.append(f", {counted(sums[Field.TOKENS], 'token')} in {duration(seconds)} ({rate:,.0f} a second)")
         if sums[Field.BUDGET]:
             parts.append(f", rows filled to {sums[Field.TOKENS] * self._sp_size / sums[Field.BUDGET]:.1%}")
-        said = f"loss {' -> '.join(f'{loss:.3f}' for loss in self._losses)}"  # nan too: a run must not hide it
-        parts.append(f"; {said if self._losses else 'no loss was logged: see `log_every_n_steps`'}")
-        parts.append("" if self.validation_loss is None else f", in validation {self.validation_loss:.3f}")
+        if self._losses:
+            parts.append(f"; loss {' -> '.join(f'{loss:.3f}' for loss in self._losses)}")  # nan too: never hidden
+        elif not self._any_logged:
+            parts.append("; no loss was logged: see `log_every_n_steps`")
+        if self.validation_loss is not None:
+            parts.append(f"{', ' if self._losses else '; loss '}in validation {self.validation_loss:.3f}")
         return "".join([*parts, "."])
 
 

@@ -147,7 +147,7 @@ class TrainingMetrics(Callback):
         """Keep the count of this fit."""
         assert self._totals is not None
         assert self._since_log is not None
-        self._totals.add(self._since_log.tolist(), trainer.global_step)
+        self._totals.add(self._since_log.tolist(), trainer.global_step, logged=False)
         self._tokens.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

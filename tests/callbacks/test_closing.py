@@ -182,8 +182,10 @@ def test_totals_over_ranks_that_share_rows() -> None:
 def test_totals_hide_no_loss_that_is_no_number() -> None:
     totals = RunTotals(devices=1, sp_size=1, step=0)
     sums = [0.0] * len(Field)
-    totals.add(sums, 1)
+    totals.add(sums, 1, logged=False)
     assert totals.line() == "Run: 1 step; no loss was logged: see `log_every_n_steps`."
+    totals.add(sums, 1)  # logged, by a module that returns no loss
+    assert totals.line() == "Run: 1 step."
     totals.add(sums, 2, 2.0)
     totals.add(sums, 3, math.nan)
     assert totals.line() == "Run: 3 steps; loss 2.000 -> nan."
