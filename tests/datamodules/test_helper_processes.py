@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_longctx.datamodules.forking import garbage_left_alone
 from tests.datamodules.helpers import data_module
 from tests.helpers.processes import outputs_of, start
 
@@ -70,3 +71,15 @@ def test_what_the_parent_has_left_to_collect_is_not_collected_in_its_children(ru
         gc.enable()
     assert not Path("collected-in-a-child").exists()
     assert gc.get_freeze_count() == 0, "the parent collects it"
+
+
+@pytest.mark.parametrize(("frozen", "is_undone"), [(0, True), (375, True), (400_000, False)])
+def test_only_somebodys_own_freeze_stays(frozen: int, is_undone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 begins with 375 frozen objects: after the first fork nothing was collected any more."""
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
+    with garbage_left_alone():
+        pass
+    assert calls == ["freeze", *(["unfreeze"] if is_undone else [])]
