@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -138,6 +139,8 @@ def _run(
         _move_shards(module, counter)
     _update(optimizers, counter, states)
     batch = imagined_batch(step.tokens, settings.sequence_parallel_size)
+    if step.accumulate > 1 and settings.sharding.reduce_gradients == "last_micro_batch":
+        _unreduced_micro_batch(module, optimizers, batch, counter)
     counter.mark("forward")
     loss = loss_of(module.training_step(batch, 0))
     if step.accumulate == 1:  # Lightning drops old gradients between forward and backward
@@ -148,6 +151,23 @@ def _run(
     del loss
     counter.mark("optimizer")
     _update(optimizers, counter, states)
+
+
+def _unreduced_micro_batch(
+    module: LightningModule, optimizers: Sequence[Optimizer], batch: Any, counter: StorageCounter
+) -> None:
+    """Leave whole gradients of all parameters, as micro-batches before the last one do where that one reduces them all.
+
+    Its own segments are dropped: the last micro-batch holds the same, and these gradients from its beginning.
+    """
+    assert isinstance(module, FSDPModule)
+    loss = loss_of(module.training_step(batch, 0))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    module.set_requires_gradient_sync(False)
+    loss.backward()
+    module.set_requires_gradient_sync(True)
+    del counter.segments[:-1]
 
 
 def _shard(

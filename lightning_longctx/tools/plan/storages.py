@@ -28,6 +28,7 @@ CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations",
 _REGIONS = {
     "FSDP::all_gather": "gathered",
     "FSDP::all_gather_copy_out": "gathered",
+    "FSDP::post_backward_reshard": "gradients",  # whole ones, where they are reduced later
     "FSDP::post_backward_reduce": "gradients",
     "longctx::exchange": "exchange",
 }

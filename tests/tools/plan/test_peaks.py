@@ -156,7 +156,8 @@ OFFLOADED: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("switches", [*VARIANTS, *OFFLOADED], ids=str)
 def test_two_depths_tell_what_all_blocks_need(switches: dict[str, Any]) -> None:
-    module, step = shapes(), Step(4096, "bf16-true")
+    late = switches.get("sharding", {}).get("reduce_gradients") == "last_micro_batch"
+    module, step = shapes(), Step(4096, "bf16-true", accumulate=2 if late else 1)
     wanted = settings(module, 4, **switches)
     short, whole = (phase_peaks(module, wanted, step, whole=whole) for whole in (False, True))
     assert [(p.name, p.peak, p.host) for p in short.phases] == [(p.name, p.peak, p.host) for p in whole.phases]
@@ -201,6 +202,18 @@ def test_accumulation_keeps_gradients_through_backward() -> None:
     module = shapes(SHALLOW)
     once, several = (phase_peaks(module, settings(module), Step(256, accumulate=count)) for count in (1, 2))
     assert several.phases[2].parts["gradients"] > once.phases[2].parts["gradients"]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_gradients_that_the_last_micro_batch_reduces_are_whole_until_then(precision: str) -> None:
+    module = shapes({**SHALLOW, "num_hidden_layers": 1})
+    wanted = settings(module, 4, sharding={"reduce_gradients": "last_micro_batch"})
+    once, several = (phase_peaks(module, wanted, Step(256, precision, count)) for count in (1, 2))
+    whole = 4 * sum(parameter.numel() for parameter in module.parameters())  # bytes, whatever the precision
+    assert several.phases[0].parts["gradients"] == pytest.approx(whole, rel=0.01)
+    for before, after in zip(once.phases[:2], several.phases[:2], strict=True):
+        assert after.peak - before.peak == pytest.approx(whole - before.parts["gradients"], rel=0.01)
+    assert several.phases[-1] == once.phases[-1]
 
 
 def test_a_module_of_ones_own() -> None:
