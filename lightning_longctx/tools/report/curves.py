@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -94,8 +95,11 @@ CHARTS = {
     ),
 }
 
-#: Shown in tables, or as parts of the charts above.
-_ELSEWHERE = ("data/", "checkpoint/", "offload/", "moe/", "train/", "val/loss")
+#: What the parts of this suite log and no chart above draws: shown in tables, part of other numbers, or of each layer.
+_ELSEWHERE = re.compile(
+    r"(data|offload)/.*|checkpoint/(bytes|pending_age_s)/.*|train/(source_tokens|target_tokens|tokens_per_s_per_device)"
+    r"|moe/(max_vio|min_vio|avg_vio|variation|entropy|dead_experts|tokens_max|tokens_min)(_mean|/layer_\d+)?"
+)
 _MOST_OTHERS = 40
 
 
@@ -120,7 +124,14 @@ def other_charts(runs: Sequence[Run], known: Sequence[str]) -> tuple[list[Markup
     Returns:
         At most 40 charts, and how many keys are not shown.
     """
-    keys = dict.fromkeys(key for run in runs for key in run.series if not key.startswith((*_ELSEWHERE, *known)))
+    drawn_above = [key for specs in CHARTS.values() for spec in specs for key, _ in spec.keys]
+    begun = (*known, *(key for key in drawn_above if key.endswith("/")))
+    keys = dict.fromkeys(
+        key
+        for run in runs
+        for key in run.series
+        if not (key in drawn_above or key.startswith(begun) or _ELSEWHERE.fullmatch(key))
+    )
     drawn = []
     for key in list(keys)[:_MOST_OTHERS]:
         lines = [Line(run.name if len(runs) > 1 else key, run.get(key), number) for number, run in enumerate(runs)]

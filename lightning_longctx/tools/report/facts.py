@@ -81,7 +81,7 @@ def _progress(run: Run) -> Iterator[Fact]:
     known = isinstance(planned, int) and planned > 0
     note = f"of {whole(planned)}" + ("" if steps >= planned else ": under way, or stopped before") if known else ""
     yield Fact("steps", "Steps", steps, whole(steps), note)
-    tokens, targets = run.get("train/source_tokens"), run.get("train/target_tokens")
+    tokens, targets = run.get("train/source_tokens").finite, run.get("train/target_tokens").finite
     if len(tokens):
         note = f"{short(targets.last)} of them targets" if len(targets) else ""
         yield Fact("source_tokens", "Tokens", int(tokens.last), short(tokens.last), note)
@@ -120,13 +120,15 @@ def _speed(run: Run) -> Iterator[Fact]:
 
 
 def _data(run: Run) -> Iterator[Fact]:
-    packed, padding, fill = run.get("data/tokens_packed"), run.get("data/tokens_padding"), run.get("data/source_fill")
+    packed, padding, fill = (
+        run.get(f"data/{name}").finite for name in ("tokens_packed", "tokens_padding", "source_fill")
+    )
     if len(packed) and len(padding) and packed.last + padding.last > 0:
         share = packed.last / (packed.last + padding.last)
         note = f"{counted(padding.last, 'token')} of padding"
         yield Fact("source_fill", "Source fill", share, _percent(share), note)
-    elif len(fill.finite):
-        mean = float(fill.finite.values.mean())
+    elif len(fill):
+        mean = float(fill.values.mean())
         yield Fact("source_fill", "Source fill", mean, _percent(mean), "mean of the logged values")
     waits = run.get("data/wait_s_p99").finite
     if len(waits):
@@ -152,7 +154,7 @@ def _rest(run: Run) -> Iterator[Fact]:
         yield Fact(
             "checkpoint_stall_s", "Waited for checkpoints", lost, duration(lost), f"{counted(saves, 'save')}{share}"
         )
-    worst, dead = run.get("moe/max_vio"), run.get("moe/dead_experts")
+    worst, dead = run.get("moe/max_vio").finite, run.get("moe/dead_experts").finite
     if len(worst):
         note = f"of the worst layer, last window; {counted(dead.last, 'expert')} without a token" if len(dead) else ""
         yield Fact("max_vio", "Busiest expert", worst.last, f"{worst.last + 1:.3g} x its share", note)

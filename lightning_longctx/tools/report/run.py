@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -130,7 +131,8 @@ def _text(path: Path) -> str:
 def _plain(text: str) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # somebody's own classes, a date that is none: the text is shown
+        json.dumps(found, default=str, skipkeys=True)  # refuses what holds itself
+    except (yaml.YAMLError, ValueError, RecursionError):  # somebody's own classes, a date that is none: text is shown
         return {}
     return found if isinstance(found, Mapping) else {}
 

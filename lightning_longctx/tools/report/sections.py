@@ -223,18 +223,21 @@ def _versions(runs: Sequence[Run]) -> Markup | None:
 
 
 def _differences(runs: Sequence[Run]) -> Markup | None:
-    flat = [dict(_flattened(run.configuration)) for run in runs]
+    """What differs between the runs whose configuration is known."""
+    known = [run for run in runs if run.configuration]
+    if len(known) < 2:
+        return None
+    flat = [dict(_flattened(run.configuration)) for run in known]
     keys = dict.fromkeys(key for settings in flat for key in settings)
     rows = [
         [key, *(settings.get(key, "-") for settings in flat)]
         for key in keys
         if len({settings.get(key) for settings in flat}) > 1
     ]
-    if not any(flat):
-        return None
     if not rows:
-        return tag("p", "The runs have the same configuration.")
-    return join(tag("h3", "Settings that differ"), _table(["", *(run.name for run in runs)], rows))
+        which = "The runs" if len(known) == len(runs) else " and ".join(run.name for run in known)
+        return tag("p", f"{which} have the same configuration.")
+    return join(tag("h3", "Settings that differ"), _table(["", *(run.name for run in known)], rows))
 
 
 def _flattened(value: Any, place: str = "") -> Iterator[tuple[str, str]]:

@@ -250,3 +250,39 @@ def test_charts_name_keys_that_are_documented() -> None:
         for key, _ in (pair for spec in specs for pair in spec.keys):
             known = key.removesuffix("_mean") if section == "Experts" else key
             assert f"`{known}" in table, key
+
+
+def test_what_a_module_logs_beside_the_keys_of_this_suite_is_shown() -> None:
+    own = ["train/accuracy", "val/loss_of_speech", "val/loss/dataloader_idx_1", "moe/auxiliary", "checkpoint/age"]
+    known = ["moe/tokens_max/layer_00", "moe/min_vio_mean", "train/tokens_per_s_per_device", "data/x", "offload/x"]
+    known += ["checkpoint/bytes/weights", "data/mix/code", "train/loss"]
+    page = report(write_metrics(Path("run"), [dict.fromkeys([*own, *known], 1.5) | {"step": step} for step in (1, 2)]))
+    charts = [one.text for one in page.all("h3")]
+    assert [key for key in own if key in charts] == own
+    assert [key for key in known if key in charts] == []
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_values_that_are_no_numbers_break_no_fact(value: str) -> None:
+    keys = ["train/source_tokens", "train/target_tokens", "data/tokens_packed", "data/tokens_padding", "moe/max_vio"]
+    rows = [dict.fromkeys([*keys, "moe/dead_experts"], value) | {"step": 0}, {"step": 1, "train/source_tokens": 7}]
+    facts = report(write_metrics(Path("run"), rows)).facts()
+    assert facts == {"Steps": "1", "Tokens": "7"}
+
+
+def test_runs_are_compared_as_far_as_their_configurations_are_known() -> None:
+    runs = [write_metrics(Path(name), [{"step": 1, "my/metric": 1.0}]) for name in "abc"]
+    assert "Configuration" not in report(*runs).titles
+    (runs[0] / "config.yaml").write_text("trainer: {max_steps: 3}\n")
+    assert "same configuration" not in report(*runs).all("html")[0].text
+    (runs[2] / "config.yaml").write_text("trainer: {max_steps: 3}\n")
+    assert "a and c have the same configuration." in report(*runs).all("html")[0].text
+    (runs[2] / "config.yaml").write_text("trainer: {max_steps: 4}\n")
+    assert "trainer.max_steps34" in [one.text for one in report(*runs).all("tr")]
+
+
+@pytest.mark.parametrize("text", ["model: &m {inner: *m}", "[" * 3000])
+def test_a_configuration_without_an_end_is_shown_as_it_is(text: str) -> None:
+    runs = [write_metrics(Path(name), [{"step": 1, "my/metric": 1.0}]) for name in "ab"]
+    (runs[0] / "config.yaml").write_text(text)
+    assert text in report(*runs).all("html")[0].text
