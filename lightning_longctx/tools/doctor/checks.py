@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_longctx.batch import PackedBatch
 from lightning_longctx.tools.doctor.cases import Group, RowPlan, build_row
-from lightning_longctx.tools.doctor.compare import Finding, judge, largest_difference
+from lightning_longctx.tools.doctor.compare import Difference, Finding, judge, largest_difference, worst_of
 from lightning_longctx.tools.doctor.fits import fresh, make_trainer, replica_rows, run_steps, strategy_like, whole
 from lightning_longctx.tools.doctor.reference import ReferenceStep
 from lightning_longctx.topology import topology_of
@@ -67,18 +67,17 @@ def check_gradients(subject: Subject, group: Group, expected: Sequence[Reference
     assert len(got) == len(expected)
     findings = []
     for check in ("loss", "gradients"):
-        worst: tuple[float, str, float] = (0.0, "", float("inf"))
+        differences: list[tuple[Difference, float]] = []
         for number, (record, reference) in enumerate(zip(got, expected, strict=True)):
             if check == "loss":
                 pair = {"loss": torch.tensor(record.loss)}, {"loss": torch.tensor(reference.loss)}
-                error, where = largest_difference(*pair).error, f"step {number}"
+                found = Difference(largest_difference(*pair).error, f"step {number}")
             else:
-                error, where = largest_difference(record.gradients, reference.gradients, _FLOOR)
-            if error > worst[0]:
-                worst = (error, where, reference.margin)
-        verdict = judge(worst[0], subject.tolerance, worst[2])
+                found = largest_difference(record.gradients, reference.gradients, _FLOOR)
+            differences.append((found, reference.margin))
+        worst, verdict = worst_of(differences, subject.tolerance)
         sizes = (group.world_size, group.sp_size, group.accumulate, len(steps))
-        findings.append(Finding(check, *sizes, worst[0], worst[1], verdict))
+        findings.append(Finding(check, *sizes, worst.error, worst.where, verdict))
     return findings
 
 

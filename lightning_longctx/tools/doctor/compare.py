@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Difference", "Finding", "Verdict", "judge", "largest_difference"]
+__all__ = ["Difference", "Finding", "Verdict", "judge", "largest_difference", "worst_of"]
 
 Verdict = Literal["ok", "fault", "tie", "skipped"]
 
@@ -98,3 +98,19 @@ def judge(error: float, limit: float, margin: float = float("inf")) -> Verdict:
     if error <= limit:
         return "ok"
     return "tie" if margin < TIE else "fault"
+
+
+def worst_of(steps: Iterable[tuple[Difference, float]], limit: float) -> tuple[Difference, Verdict]:
+    """The step that says most of a layout: the largest error of a fault, which no tie of another step hides.
+
+    Args:
+        steps: what each differs by, and its margin.
+        limit: up to which summation order explains an error.
+
+    Example:
+        >>> worst_of([(Difference(0.5, "a"), 1e-9), (Difference(0.1, "b"), 1.0)], 1e-5)
+        (Difference(error=0.1, where='b'), 'fault')
+    """
+    judged = [(difference, judge(difference.error, limit, margin)) for difference, margin in steps]
+    order = ("ok", "tie", "fault")
+    return max(judged, key=lambda pair: (order.index(pair[1]), pair[0].error))

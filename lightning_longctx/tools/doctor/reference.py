@@ -102,9 +102,9 @@ class Reference:
         module.train_dataloader = lambda: Rows(flat)  # type: ignore[method-assign]
         module.val_dataloader = lambda: []  # type: ignore[method-assign]
         collect.ends = torch.tensor([len(part) for part in documents]).cumsum(0).tolist()
-        with routing_margin(module) as margin:
+        with routing_margin(module) as collect.margin:
             trainer.fit(module)
-        return [ReferenceStep(loss, gradients, margin[0]) for loss, gradients in collect.done]
+        return collect.done
 
 
 class _Documents(Callback):
@@ -112,7 +112,8 @@ class _Documents(Callback):
 
     def __init__(self) -> None:
         self.ends: list[int] = []
-        self.done: list[tuple[float, dict[str, Tensor]]] = []
+        self.done: list[ReferenceStep] = []
+        self.margin = [float("inf")]  # of the step that is under way
         self._total, self._targets, self._number, self._divisor = 0.0, 0, 0, 1
         self._sums: dict[str, Tensor] = {}
 
@@ -130,7 +131,8 @@ class _Documents(Callback):
         self._number += 1
         if self._number in self.ends:
             gradients = {name: value / self._targets for name, value in self._sums.items()}
-            self.done.append((self._total / self._targets, gradients))
+            self.done.append(ReferenceStep(self._total / self._targets, gradients, self.margin[0]))
+            self.margin[0] = float("inf")
             self._total, self._targets, self._sums = 0.0, 0, {}
 
 

@@ -62,3 +62,29 @@ class Manual(OwnModule):
 
     def __init__(self) -> None:
         super().__init__(manual=1)
+
+
+class _Router(nn.Module):
+    """Chooses the first of three experts, as good as the second in its first call alone."""
+
+    top_k = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.tensor([[1.0, 1.0, 0.0]])
+
+    def forward(self) -> Any:
+        given, self.logits = self.logits, torch.tensor([[1.0, 0.0, 0.0]])
+        return given, None
+
+
+class RoutesOnce(OwnModule):
+    """Asks a router, and goes on without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = _Router()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.router()
+        return super().training_step(batch, batch_idx)

@@ -110,3 +110,11 @@ def test_the_margin_is_the_smallest_gap_of_any_router() -> None:
     margin_before = margin[0]
     subject.module.training_step(row, 0)
     assert margin[0] == margin_before, "nobody watches any more"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tie_excuses_the_step_that_it_is_in_alone() -> None:
+    subject = Subject(modules.RoutesOnce(), None, 64, 1e-5, 24)
+    (group,) = draw_groups([(1, 1)], 2, seed=1, row_tokens=24)
+    margins = [step.margin for step in Reference(subject.module).steps([subject.rows(step) for step in group.steps])]
+    assert margins[0] == 0 < margins[1]

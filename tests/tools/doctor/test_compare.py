@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_longctx.tools.doctor.compare import judge, largest_difference
+from lightning_longctx.tools.doctor.compare import Difference, judge, largest_difference, worst_of
 
 ONES = torch.ones(3)
 
@@ -54,3 +54,10 @@ def test_a_gradient_that_is_zero_but_for_rounding_has_no_error_of_its_own() -> N
 )
 def test_verdicts(error: float, margin: float, verdict: str) -> None:
     assert judge(error, 1e-5, margin) == verdict
+
+
+def test_a_larger_error_at_a_tie_hides_no_fault() -> None:
+    tie, fault, right = (Difference(0.5, "tie"), 1e-8), (Difference(0.1, "fault"), 0.1), (Difference(1e-7, "ok"), 0.1)
+    assert worst_of([right, tie, fault], 1e-5) == (fault[0], "fault")
+    assert worst_of([right, tie], 1e-5) == (tie[0], "tie")
+    assert worst_of([right], 1e-5) == (right[0], "ok")
