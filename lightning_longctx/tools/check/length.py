@@ -25,11 +25,13 @@ class Length:
         max_steps: ``trainer.max_steps``, if it is set.
         tokens: the smaller limit of ``MaxTokens``, if it is there.
         step_tokens: token budget of a step over all ranks; None while devices or data are not known.
+        accumulate: micro-batches of a step; None where ``global_batch_tokens`` sets them and devices are not known.
     """
 
     max_steps: int | None
     tokens: int | None
     step_tokens: int | None
+    accumulate: int | None
 
     @property
     def steps(self) -> int | None:
@@ -49,21 +51,21 @@ def length_of(subject: Subject) -> Length:
     steps = int(subject.trainer.get("max_steps") or -1)
     limits = subject.callback("MaxTokens") or {}
     tokens = [int(limits[name]) for name in ("source", "target") if limits.get(name)]
-    return Length(steps if steps > 0 else None, min(tokens, default=None), _step_tokens(subject))
+    return Length(steps if steps > 0 else None, min(tokens, default=None), *_step(subject))
 
 
-def _step_tokens(subject: Subject) -> int | None:
-    given = (subject.part_settings("data")).get("global_batch_tokens")
-    if given:
-        return int(given)
+def _step(subject: Subject) -> tuple[int | None, int | None]:
+    """Tokens and micro-batches of a step."""
+    given = subject.part_settings("data").get("global_batch_tokens")
+    own = int(subject.trainer.get("accumulate_grad_batches") or 1)
     try:
         budget = getattr(subject.build("data"), "max_tokens_per_batch", None)
         rows = subject.data_parallel_ranks
     except Skipped:
-        return None
+        budget = rows = None
     if budget is None or rows is None:
-        return None
-    return int(budget) * rows * int(subject.trainer.get("accumulate_grad_batches") or 1)
+        return (int(given), None) if given else (None, own)
+    return (int(given), int(given) // (int(budget) * rows)) if given else (int(budget) * rows * own, own)
 
 
 def check_length(subject: Subject) -> Check:
@@ -111,8 +113,8 @@ def _odd_intervals(subject: Subject, length: Length) -> Iterator[str]:
     if every > length.steps:
         yield f"`trainer.log_every_n_steps: {every}` logs nothing"
     interval = subject.trainer.get("val_check_interval")
-    batches = length.steps * int(subject.trainer.get("accumulate_grad_batches") or 1)
-    if isinstance(interval, int) and interval > batches and _validates(subject):
+    batches = None if length.accumulate is None else length.steps * length.accumulate
+    if isinstance(interval, int) and batches is not None and interval > batches and _validates(subject):
         yield f"`trainer.val_check_interval: {interval}` validates never"
 
 

@@ -15,6 +15,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_longctx.callbacks.checkpoint_capture import weights_of
+from lightning_longctx.checkpoint.discovery import as_checkpoint, scan
 from lightning_longctx.checkpoint.states import expected_optimizer_tensors
 from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.memory import MemorySettings
@@ -131,13 +132,24 @@ def check_disk(subject: Subject) -> Check:
     needed = whole * (weights + optimizer) + parts * weights
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(there).free
-    facts = {"checkpoint_bytes": weights + optimizer, "needed_bytes": needed, "free_bytes": free}
+    kept = _bytes_there(subject, folder)
+    facts = {"checkpoint_bytes": weights + optimizer, "needed_bytes": needed, "free_bytes": free, "there_bytes": kept}
     also = f" and {parts} of weights alone" if parts else ""
     text = (
         f"{counted(whole, 'checkpoint')} of {human_bytes(weights + optimizer)}{also} need {human_bytes(needed)};"
-        f" {human_bytes(free)} free for {folder}"
+        f" {human_bytes(free)} free for {folder}{f', which holds {human_bytes(kept)} of them' if kept else ''}"
     )
-    return Check("disk", "finding" if needed > free else "fine", text, facts)
+    lacks = needed > free + kept or weights + optimizer > free  # the next is written before the oldest goes
+    return Check("disk", "finding" if lacks else "fine", text, facts)
+
+
+def _bytes_there(subject: Subject, folder: Path) -> int:
+    """What the run that goes on has in its folder: newer checkpoints take the place of these."""
+    path = subject.settings.get("ckpt_path")
+    commits = [one.commit for one in scan(folder) if one.commit is not None and not one.problem]
+    name = as_checkpoint(path).name if path else None
+    runs = [commit.run for commit in commits if commit.resumable and name in ("last", commit.name)]
+    return sum(commit.size for commit in commits if commit.run in runs[:1])
 
 
 def _kept(settings: Any, steps: int | None) -> tuple[int, int]:

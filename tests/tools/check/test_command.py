@@ -149,9 +149,18 @@ def test_disk_is_what_a_checkpoint_takes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < saved.commit.size - expected < 0.2 * expected, "tensors, and a little about them"
     # the newest two, and the one being written
     assert checks["disk"]["needed_bytes"] == 3 * expected
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(3 * expected - 1))
+
+    def of_disk(free: int, path: str | None = "last") -> list[str]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(free))
+        return findings(check({**config, "ckpt_path": path})[1])
+
+    assert of_disk(3 * expected - 1, None) == ["disk"], "a fresh start leaves what is there"
+    # A run that goes on replaces what it has there.
+    for path in ("last", str(saved.path)):
+        assert of_disk(3 * expected - saved.commit.size, path) == []
+        assert of_disk(3 * expected - saved.commit.size - 1, path) == ["disk"]
+    assert of_disk(expected - 1) == ["disk"], "the next one is written beside them"
     _, checks = check(config)
-    assert findings(checks) == ["disk"]
     assert checks["start"]["step"] == 2
 
 

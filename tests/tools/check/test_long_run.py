@@ -161,6 +161,10 @@ def test_a_metric_that_nobody_logs() -> None:
     trainer = {"callbacks": callbacks, "log_every_n_steps": 1, "val_check_interval": 3}
     _, checks = check(changed(trainer=trainer, data={"validation_sources": sources}))
     assert "`trainer.val_check_interval: 3` validates never" in odd(checks)["length"]
+    data = {"validation_sources": sources, "global_batch_tokens": 256}  # four micro-batches a step
+    for interval, warned in ((8, False), (9, True)):
+        _, checks = check(changed(trainer={**trainer, "val_check_interval": interval}, data=data))
+        assert ("validates never" in odd(checks).get("length", "")) is warned
 
 
 @pytest.mark.parametrize(
