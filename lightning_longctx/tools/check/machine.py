@@ -96,8 +96,9 @@ def check_memory(subject: Subject) -> Check:
     try:
         run = read_run(subject.configuration, PlanOptions(device, devices=subject.devices))
         peaks = Planner(run, int(device * GIB)).peaks(run.settings)
-    except ConfigurationError as error:  # what stands in the way of training was told by other checks
-        raise Skipped(f"not simulated: {error}") from error
+    except (ConfigurationError, RuntimeError, AttributeError) as error:
+        # What hinders training was told by other checks; a module may ask more of its Trainer than is here.
+        raise Skipped(f"not simulated: {' '.join(str(error).split())}") from error
     needed = with_margin(peaks.peak) / GIB
     facts = {"needed_gib": needed, "device_gib": device, "set_by": peaks.binding}
     text = f"{needed:.1f} GiB with margin of {device:g} GiB, set by the {peaks.binding}"
@@ -172,7 +173,7 @@ def _saved_bytes(subject: Subject, trainable_only: bool) -> tuple[int, int]:
     attach_trainer(module, MemorySettings(), 1, 1, None)
     try:
         optimizers = optimizers_of(module)
-    except RuntimeError as error:  # one that looks at the device of its parameters
+    except (RuntimeError, AttributeError) as error:  # one that looks at the device of its parameters, or at the Trainer
         raise Skipped(f"the optimizer cannot be built by shapes: {' '.join(str(error).split())}") from error
     slots = weights_of(module, trainable_only), expected_optimizer_tensors(module, optimizers)
     sizes = [sum(tensor.numel() * tensor.element_size() for tensor in slot.values()) for slot in slots]

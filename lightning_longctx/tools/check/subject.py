@@ -99,17 +99,29 @@ class Subject:
         except FieldError:
             self._failed.add(part)
             raise
-        except RuntimeError as error:  # of a constructor that looks at values
-            self._failed.add(part)
-            raise Skipped(f"the model cannot be built by its shapes: {' '.join(str(error).split())}") from error
+        except RuntimeError as error:
+            raise self._needs_values(error) from error
+
+    def _needs_values(self, error: RuntimeError) -> Skipped:
+        """What a constructor or ``configure_model`` says that looks at values, or at a Trainer that there is not."""
+        self._failed.add("model")
+        return Skipped(f"the model cannot be built by its shapes: {' '.join(str(error).split())}")
 
     def shaped_model(self) -> LightningModule:
-        """The model with all of its parameters, on the meta device."""
+        """The model with all of its parameters, on the meta device.
+
+        Raises:
+            FieldError: it is refused.
+            Skipped: it was refused before, or cannot do without values.
+        """
         model = self.build("model")
         if not isinstance(model, LightningModule):
             raise ConfigurationError("model", "must be a LightningModule", type(model).__name__, "Name one.")
-        with torch.device("meta"):
-            getattr(model, "configure_shapes", model.configure_model)()
+        try:
+            with torch.device("meta"):
+                getattr(model, "configure_shapes", model.configure_model)()
+        except RuntimeError as error:
+            raise self._needs_values(error) from error
         return model
 
     def vocabulary(self) -> int | None:

@@ -53,10 +53,7 @@ def read_run(configuration: RunConfiguration, options: PlanOptions) -> Run:
     Raises:
         ConfigurationError: another strategy, no number of devices or no length, or a setting that is not simulated.
     """
-    with torch.device("meta"):
-        template = configuration.build("model")
-        shapes = getattr(template, "configure_shapes", template.configure_model)
-        shapes()
+    template = _template(configuration)
     notes = (_GROUPED,) if group_experts(template) else ()
     sections = configuration.settings
     trainer: Mapping[str, Any] = sections.get("trainer") or {}
@@ -79,6 +76,18 @@ def read_run(configuration: RunConfiguration, options: PlanOptions) -> Run:
     )
     model: Mapping[str, Any] = sections.get("model") or {}
     return Run(template, settings, step, per_node, str(model.get("class_path", type(template).__name__)), notes)
+
+
+def _template(configuration: RunConfiguration) -> LightningModule:
+    try:
+        with torch.device("meta"):
+            template: LightningModule = configuration.build("model")
+            getattr(template, "configure_shapes", template.configure_model)()
+    except RuntimeError as error:  # of code that looks at values, or at a Trainer that there is not
+        fix = "Let `__init__` and `configure_model` do without values of tensors and without the Trainer."
+        got = " ".join(str(error).split())
+        raise ConfigurationError("model", "must be built by its shapes, on the meta device", got, fix) from error
+    return template
 
 
 def _strategy(strategy: Any) -> LongContextFSDPStrategy:

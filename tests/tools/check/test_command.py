@@ -259,30 +259,51 @@ def test_parts_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
         assert "ToyData is not known here" in checks[name]["text"]
 
 
-def test_a_model_that_needs_values(tmp_path: Path) -> None:
-    config = changed(trainer={"strategy": "auto", "devices": 1})
-    config["model"] = {"class_path": f"{__name__}.Peeking"}
-    code, checks = check(config)
-    assert code == 0
+@pytest.mark.parametrize("name", ["Peeking", "PeekingLater", "AsksTheTrainer"])
+def test_a_model_that_needs_values(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = changed(trainer={"devices": 1, "strategy": "LongContextFSDPStrategy"})
+    config["model"] = {"class_path": f"{__name__}.{name}"}
+    code, checks = check(config, "--device-gb", "80")
+    assert (code, findings(checks)) == (0, [])
+    if name == "AsksTheTrainer":
+        assert "no attribute 'max_epochs'" in checks["memory"]["text"]
+        assert "no attribute 'max_epochs'" in checks["disk"]["text"]
+        return
     assert "cannot be built by its shapes" in checks["model"]["text"]
     assert checks["disk"]["text"] == "`model` cannot be built: see above"
+    capsys.readouterr()
+    assert main(["plan", "--config", "run.yaml", "--device-gb", "80"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "`model` must be built by its shapes, on the meta device, but got" in said
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Peeking":  # made when asked for: other tests look for subclasses of LightningModule
-        return _peeking()
+    if name in ("Peeking", "PeekingLater", "AsksTheTrainer"):
+        return _peeking(name)  # made when asked for: other tests look for subclasses of LightningModule
     raise AttributeError(name)
 
 
-def _peeking() -> type:
+def _peeking(name: str) -> type:
     from lightning.pytorch import LightningModule
 
+    def peek(self: Any) -> None:
+        self.size = int(torch.ones(3).sum().item())
+
     class Peeking(LightningModule):
-        """Reads a value in its constructor."""
+        """Reads a value in its constructor, or later, or its Trainer."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.size = int(torch.ones(3).sum().item())
+            self.layer = torch.nn.Linear(3, 3)
+            if name == "Peeking":
+                peek(self)
+
+        def configure_model(self) -> None:
+            if name == "PeekingLater":
+                peek(self)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.max_epochs)
 
     return Peeking
 
