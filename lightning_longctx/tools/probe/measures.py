@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from statistics import mean, median
@@ -204,14 +204,22 @@ def _first_row(values: Sequence[float]) -> FirstRow:
 
 def _order_drift(streams: Sequence[Stream]) -> float | None:
     # Weighted by documents, so that a rank of few long documents counts as what it is.
-    emitted = [
-        length
-        for stream in streams
-        for row in stream.rows[: max(1, len(stream.rows) // 3)]
-        for _, _, length in row.documents
-    ]
+    emitted = [part for stream in streams for part in _first_third(stream)]
     read = [entry.length for stream in streams for draw in stream.draws for entry in draw.entries]
-    return mean(emitted) / mean(read) - 1 if emitted else None
+    if not emitted:
+        return None
+    documents = sum(length / whole for length, whole in emitted)
+    return sum(length for length, _ in emitted) / documents / mean(read) - 1
+
+
+def _first_third(stream: Stream) -> Iterator[tuple[int, int]]:
+    """Tokens of each document of the first rows, and those it had when it was read: `cut_to_fill` cuts some."""
+    read: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for entry in (entry for draw in stream.draws for entry in draw.entries):
+        read[entry.source_id, entry.number].add(entry.length)
+    for row in stream.rows[: max(1, len(stream.rows) // 3)]:
+        for source, number, length in row.documents:
+            yield length, min((whole for whole in read[source, number] if whole >= length), default=length)
 
 
 def _max_over_mean(step: Sequence[Row]) -> float:

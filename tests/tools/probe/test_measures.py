@@ -57,9 +57,15 @@ def test_imbalance() -> None:
 
 
 def test_order_drift_is_of_the_first_third_against_all_that_was_read() -> None:
-    rows = [_row(2, 2), _row(6), _row(9), _row(9), _row(9), _row(9)]
+    rows = [_row(2, 2, number=10), _row(6, number=12), _row(9), _row(9), _row(9), _row(9)]
     figures = policy_figures("fixed", "gate", [_stream(rows)], 10, measured=True)
     assert figures.order_drift == pytest.approx((10 / 3) / 5 - 1)  # (2 + 2 + 6) / 3 documents; read: (4+4+4+8) / 4
+
+
+def test_documents_that_are_cut_to_fill_a_row_are_no_shorter_ones() -> None:
+    rows = [_row(4, 4, 1), _row(3, 4, number=2), *[_row(4, number=3)] * 4]  # the third one of 4 is cut, and one of 8
+    figures = policy_figures("fixed", "gate", [_stream(rows)], 10, measured=True)
+    assert figures.order_drift == pytest.approx(16 / 3.5 / 5 - 1)  # of 4, 4, 4 and half of 8; not of 4, 4, 1, 3 and 4
 
 
 def test_tail_rows_of_any_rank_are_no_steady_rows() -> None:
