@@ -38,19 +38,25 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     """
     options = read_options(words)
     runs = read_runs(options.runs)
-    text = page_of(runs, installed_versions().get("lightning-longctx", "(a source tree)"))
+    text = _sayable(page_of(runs, installed_versions().get("lightning-longctx", "(a source tree)")))
     _write(options.out, "--out", text)
-    print(f"Report of {', '.join(run.name for run in runs)}: {options.out} ({human_bytes(len(text.encode()))}).")
+    names = ", ".join(run.name for run in runs)
+    print(_sayable(f"Report of {names}: {options.out} ({human_bytes(len(text.encode()))})."))
     for run in runs:
         if run.aside:
-            print(f"{run.name}: read from the files of {run.logger}; also there: {', '.join(run.aside)}.")
+            print(_sayable(f"{run.name}: read from the files of {run.logger}; also there: {', '.join(run.aside)}."))
     findings = [f"{run.name}: {found}" for run in runs for found in findings_of(run)]
     for line in findings:
-        print(line)
+        print(_sayable(line))
     if options.json is not None:
         content = {"runs": [_plain(run) for run in runs], "findings": findings}
         _write(options.json, "--json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     return 1 if findings else 0
+
+
+def _sayable(text: str) -> str:
+    """The text with ``?`` for bytes of a path that are no text in any encoding of ours."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _write(path: Path, flag: str, text: str) -> None:

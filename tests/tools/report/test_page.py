@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -286,3 +287,11 @@ def test_a_configuration_without_an_end_is_shown_as_it_is(text: str) -> None:
     runs = [write_metrics(Path(name), [{"step": 1, "my/metric": 1.0}]) for name in "ab"]
     (runs[0] / "config.yaml").write_text(text)
     assert text in report(*runs).all("html")[0].text
+
+
+def test_a_path_that_is_no_text_breaks_no_page(capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_metrics(Path(os.fsdecode(b"r\xffn")), [{"step": 1, "train/loss": float("nan")}])
+    page = report(path, "--json", "run.json", code=1)
+    assert page.all("h1")[0].text == "r?n"
+    assert "r?n: train/loss is no number" in capsys.readouterr().out
+    assert json.loads(Path("run.json").read_text())["runs"][0]["name"] == path.name
