@@ -78,6 +78,16 @@ def test_event_files_of_two_starts_are_one_run_and_the_later_value_counts() -> N
     assert set(run.series) == {"train/loss", "channel_loss/a<b>"}
 
 
+def test_what_a_run_logged_beyond_the_checkpoint_that_it_went_back_to_is_left_out() -> None:
+    path = write_events(starts=STARTS[:1])
+    logger = TensorBoardLogger(".", name="runs", version=0, purge_step=2)  # as AsyncDCPCheckpoint sets it
+    logger.log_metrics({"train/loss": 2.5}, step=2)
+    logger.finalize("success")
+    (run,) = read_runs([path])
+    assert loss_of(run) == ([0, 1, 2], [5.0, 4.0, 2.5])
+    assert run.series["channel_loss/a<b>"].steps.tolist() == [0, 1]
+
+
 def test_a_page_of_events_has_sources_experts_and_settings_and_escapes_names(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -51,6 +51,13 @@ class Columns:
             to_steps.append(step)
             to_values.append(number)
 
+    def drop_from(self, first: int) -> None:
+        """Leave out what was added of a step and of all later ones: the run went back behind it."""
+        for key, (steps, values) in self._found.items():
+            kept = [place for place, step in enumerate(steps) if step < first]
+            if len(kept) < len(steps):
+                self._found[key] = (array("q", (steps[at] for at in kept)), array("d", (values[at] for at in kept)))
+
     def series(self) -> dict[str, Series]:
         """The curves, only those with a value."""
         return {key: _series(*found) for key, found in self._found.items() if found[0]}

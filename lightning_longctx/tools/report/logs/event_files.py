@@ -25,7 +25,8 @@ def files_in(path: Path) -> list[Path]:
 def read(files: Sequence[Path]) -> dict[str, Series]:
     """Read all scalars.
 
-    An event that is still being written is left out, with all behind it in its file.
+    An event that is still being written is left out, with all behind it in its file. So is what a run had logged beyond
+    the checkpoint that it went back to, where its logger left a mark.
 
     Args:
         files: the oldest first.
@@ -38,7 +39,7 @@ def read(files: Sequence[Path]) -> dict[str, Series]:
     """
     try:
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     except ImportError as error:
         got, fix = f"no such package ({error})", "Run `pip install tensorboard`, or use CSVLogger, which needs nothing."
         raise ConfigurationError(str(files[0]), "needs the package tensorboard", got, fix) from error
@@ -46,6 +47,8 @@ def read(files: Sequence[Path]) -> dict[str, Series]:
     for file in files:
         for data in RawEventFileLoader(str(file)).Load():
             event = Event.FromString(data)
+            if event.session_log.status == SessionLog.START:  # `purge_step`: as TensorBoard itself reads it
+                found.drop_from(event.step)
             for key, value in _scalars(event):
                 found.add(key, [event.step], [value])
     return found.series()
