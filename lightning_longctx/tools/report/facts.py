@@ -67,7 +67,8 @@ def training_seconds(run: Run) -> float | None:
     if len(shared) > 1 and shared[0] > np.diff(shared).max():  # a run that was continued: its beginning is not here
         passed[0] = 0.0
     known = (rates > 0) & (passed > 0)
-    return float((passed[known] / rates[known]).sum())
+    with np.errstate(over="ignore"):
+        return float((passed[known] / rates[known]).sum())
 
 
 def _progress(run: Run) -> Iterator[Fact]:
@@ -130,9 +131,9 @@ def _data(run: Run) -> Iterator[Fact]:
     elif len(fill):
         mean = float(fill.values.mean())
         yield Fact("source_fill", "Source fill", mean, _percent(mean), "mean of the logged values")
-    waits = run.get("data/wait_s_p99").finite
-    if len(waits):
-        middle, longest = _median(run.get("data/wait_s_p50").finite), float(waits.values.max())
+    waits, longest_waits = run.get("data/wait_s_p50").finite, run.get("data/wait_s_p99").finite
+    if len(waits) and len(longest_waits):
+        middle, longest = _median(waits), float(longest_waits.values.max())
         note = f"median; longest 99th percentile {duration(longest)}"
         yield Fact("wait_s", "Wait for data", middle, duration(middle), note)
 

@@ -39,6 +39,8 @@ def duration(seconds: float) -> str:
         >>> duration(3.5e-5), duration(0.0123), duration(97), duration(4000), duration(2e5)
         ('0.035 ms', '0.012 s', '1 min 37 s', '1 h 6 min', '2 d 7 h')
     """
+    if not math.isfinite(seconds):
+        return str(seconds)
     if 0 < seconds < 1e-3:
         return f"{1e3 * seconds:.2g} ms"
     if seconds < 60:

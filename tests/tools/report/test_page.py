@@ -266,9 +266,10 @@ def test_what_a_module_logs_beside_the_keys_of_this_suite_is_shown() -> None:
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_values_that_are_no_numbers_break_no_fact(value: str) -> None:
     keys = ["train/source_tokens", "train/target_tokens", "data/tokens_packed", "data/tokens_padding", "moe/max_vio"]
-    rows = [dict.fromkeys([*keys, "moe/dead_experts"], value) | {"step": 0}, {"step": 1, "train/source_tokens": 7}]
+    keys += ["moe/dead_experts", "data/wait_s_p50", "checkpoint/stall_s/weights"]
+    rows = [dict.fromkeys(keys, value) | {"step": 0, "data/wait_s_p99": 1}, {"step": 1, "train/source_tokens": 7}]
     facts = report(write_metrics(Path("run"), rows)).facts()
-    assert facts == {"Steps": "1", "Tokens": "7"}
+    assert facts == {"Steps": "1", "Tokens": "7", "Waited for checkpoints": "0 s1 save"}
 
 
 def test_runs_are_compared_as_far_as_their_configurations_are_known() -> None:
