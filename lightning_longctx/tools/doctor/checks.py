@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_longctx.batch import PackedBatch
@@ -122,6 +123,9 @@ def check_evaluation(
         expected: the loss of each token of the row of :func:`probe_rows`.
         has_experts: whether other documents may change in the last bits.
     """
+    sizes = (world_size, sp_size, 1, 1)
+    if not is_overridden("validation_step", subject.module):
+        return _not_evaluated(sizes, "there is no `validation_step`")
     plan, token = probe_rows(subject.row_tokens)
     (before,) = subject.rows([plan])
     (after,) = subject.rows([plan])
@@ -132,11 +136,9 @@ def check_evaluation(
     module = fresh(subject.module)
     module.val_dataloader = lambda: replica_rows(rows, trainer)  # type: ignore[method-assign]
     trainer.validate(module, verbose=False)
-    sizes = (world_size, sp_size, 1, 1)
     plain, changed = keep.rows
     if plain is None or changed is None:
-        note = "`validation_step` returns no `per_token_loss`"
-        return [Finding(check, *sizes, None, "", "skipped", note) for check in ("evaluation", "isolation", "causality")]
+        return _not_evaluated(sizes, "`validation_step` returns no `per_token_loss`")
     bounds = before["cu_seqlens"].tolist()
     others = torch.ones_like(plain, dtype=torch.bool)
     others[bounds[1] : bounds[2]] = False
@@ -154,6 +156,10 @@ def check_evaluation(
         where = f"token {int(difference.argmax())}"
         findings.append(Finding(check, *sizes, error, where, judge(error, allowed)))
     return findings
+
+
+def _not_evaluated(sizes: tuple[int, int, int, int], why: str) -> list[Finding]:
+    return [Finding(check, *sizes, None, "", "skipped", why) for check in ("evaluation", "isolation", "causality")]
 
 
 def check_resume(subject: Subject, world_size: int, sp_size: int, plans: Sequence[RowPlan], folder: Path) -> Finding:

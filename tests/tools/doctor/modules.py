@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -55,6 +56,12 @@ class Silent(OwnModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss_of(batch).mean
+
+
+class TrainsOnly(OwnModule):
+    """As in the README: there is no validation."""
+
+    validation_step = pl.LightningModule.validation_step
 
 
 class Manual(OwnModule):

@@ -89,11 +89,15 @@ def test_what_breaks_at_the_border_of_a_shard_is_found_only_there(world: int, sp
     assert found["gradients"].verdict == found["evaluation"].verdict == found["loss"].verdict == verdict
 
 
-def test_what_cannot_be_compared_is_said() -> None:
-    found = verdicts("Silent", 1, 1)
-    assert found["gradients"].verdict == "ok"
+@pytest.mark.parametrize(
+    ("name", "note"),
+    [("Silent", "`validation_step` returns no `per_token_loss`"), ("TrainsOnly", "there is no `validation_step`")],
+)
+def test_what_cannot_be_compared_is_said(name: str, note: str) -> None:
+    found = verdicts(name, 1, 1)
+    assert found["gradients"].verdict == found["resume"].verdict == "ok"
     assert found["isolation"].verdict == "skipped"
-    assert found["isolation"].note == "`validation_step` returns no `per_token_loss`"
+    assert found["isolation"].note == note
 
 
 def test_the_margin_is_the_smallest_gap_of_any_router() -> None:
