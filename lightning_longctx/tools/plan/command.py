@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
 import yaml
 
+from lightning_longctx.errors import ConfigurationError
 from lightning_longctx.strategies.memory import MemorySettings, Switch, next_switches, possible_sp_sizes
 from lightning_longctx.tools.configuration import ReadConfiguration
 from lightning_longctx.tools.output import make_folders, write_json
@@ -79,7 +81,8 @@ def plan(run: Run, options: PlanOptions, tell: Tell | None = None) -> tuple[Plan
     progress = _Progress(tell)
     planner = Planner(run, int(options.device_gb * GIB), host, progress.simulated)
     variants: list[Variant] = []
-    wanted = _variants(run.settings)
+    configured = _with_heads(planner, run.settings)
+    wanted = _variants(configured)
     for number, (name, settings) in enumerate(wanted, 1):
         progress.begin(f"{name} ({number} of {len(wanted)})")
         peaks = planner.peaks(settings)
@@ -87,7 +90,7 @@ def plan(run: Run, options: PlanOptions, tell: Tell | None = None) -> tuple[Plan
         variants.append(Variant(name, peaks, planner.shortage(peaks) <= 0, longest))
     if not variants[0].fits:
         progress.begin("the fewest switches that make it fit")
-    switches = planner.smallest_fit(run.settings)
+    switches = planner.smallest_fit(configured)
     facts = {
         "parameters": sum(parameter.numel() for parameter in run.template.parameters()),
         "tokens": run.step.tokens,
@@ -145,6 +148,21 @@ def _variants(settings: MemorySettings) -> list[tuple[str, MemorySettings]]:
     if len(everything) > 1:
         found.append(("+ all of them", combine(settings, everything)))
     return found
+
+
+def _with_heads(planner: Planner, settings: MemorySettings) -> MemorySettings:
+    """Let a module without a ``config`` say which sequence-parallel sizes its heads allow: larger ones are refused."""
+    if settings.heads is not None:
+        return settings
+    planner.peaks(settings)  # what is wrong with the run itself is an error
+    sizes = possible_sp_sizes(settings.world_size, None, settings.data_parallel_replicate_size)
+    for size in (size for size in reversed(sizes) if size > settings.sequence_parallel_size):
+        try:
+            planner.peaks(replace(settings, sequence_parallel_size=size))
+        except ConfigurationError:
+            continue
+        return replace(settings, heads=size)  # those that divide it are possible too
+    return replace(settings, heads=settings.sequence_parallel_size)
 
 
 def _advice(switches: Sequence[Switch] | None) -> str:

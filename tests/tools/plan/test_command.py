@@ -11,11 +11,15 @@ import yaml
 
 from lightning_longctx.cli import main
 from lightning_longctx.cli.parts import read_words
+from lightning_longctx.strategies import LongContextFSDPStrategy
 from lightning_longctx.strategies.memory import settings_of
 from lightning_longctx.tools.plan import command
 from lightning_longctx.tools.plan.options import PlanOptions
+from lightning_longctx.tools.plan.reading import Run
+from lightning_longctx.tools.plan.step import Step
 from tests.contracts.source import ROOT
-from tests.tools.plan.helpers import TINY
+from tests.strategies.own_model import OwnModule
+from tests.tools.plan.helpers import TINY, own_shapes
 
 
 def _config(strategy: Any = "longctx_fsdp", model: Any = None, **trainer: Any) -> None:
@@ -147,3 +151,13 @@ def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_to_do_with_a_plan(switches: Any, write: Path | None, said: str) -> None:
     assert said in command._next(["--config", "a.yaml"], PlanOptions(80.0, write=write), switches)
+
+
+def test_sizes_that_the_heads_of_ones_own_module_forbid_are_no_switches() -> None:
+    module = own_shapes(OwnModule)  # four heads, which no `config` tells
+    run = Run(module, settings_of(LongContextFSDPStrategy(), module, 8), Step(512), 8, "OwnModule")
+    report, switches = command.plan(run, PlanOptions(1000, brief=True))
+    names = [variant.name for variant in report.variants]
+    assert [name for name in names if "parallel" in name] == [f"+ sequence_parallel_size: {size}" for size in (2, 4)]
+    assert (names[-1], switches) == ("+ all of them", [])
+    assert not [note for note in report.notes if "query head" in note], "their number is not known"
