@@ -130,7 +130,10 @@ class _Progress:
 
 def _next(words: Sequence[str], options: PlanOptions, switches: Sequence[Switch] | None) -> str:
     """What to do with the plan, as a command."""
-    given = shlex.join(words)
+    # What was planned, also where options changed the configuration.
+    changed = [f"--trainer.devices={options.devices}"] if options.devices else []
+    changed += [f"--data.max_seq_len={options.max_seq_len}"] if options.max_seq_len else []
+    given = shlex.join([*words, *changed])
     if switches is None:
         return "Next: a shorter row (--max-seq-len 64K) or more devices (--devices 8), and plan again."
     if not switches:

@@ -12,7 +12,7 @@ import yaml
 from lightning_longctx.cli import main
 from lightning_longctx.cli.parts import read_words
 from lightning_longctx.strategies import LongContextFSDPStrategy
-from lightning_longctx.strategies.memory import settings_of
+from lightning_longctx.strategies.memory import MemorySettings, next_switches, settings_of
 from lightning_longctx.tools.plan import command
 from lightning_longctx.tools.plan.options import PlanOptions
 from lightning_longctx.tools.plan.reading import Run
@@ -151,6 +151,15 @@ def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_to_do_with_a_plan(switches: Any, write: Path | None, said: str) -> None:
     assert said in command._next(["--config", "a.yaml"], PlanOptions(80.0, write=write), switches)
+
+
+def test_the_next_command_is_of_what_was_planned() -> None:
+    options = PlanOptions(80, devices=8, max_seq_len=2**20, write=Path("fits.yaml"))
+    given = "--config run.yaml --trainer.devices=8 --data.max_seq_len=1048576"
+    words = ["--config", "run.yaml"]
+    assert command._next(words, options, []).startswith(f"Next: `longctx check {given} --device-gb 80`")
+    (switch, *_) = next_switches(MemorySettings())
+    assert command._next(words, options, [switch]).startswith(f"Next: `longctx fit {given} --config fits.yaml`")
 
 
 def test_sizes_that_the_heads_of_ones_own_module_forbid_are_no_switches() -> None:
