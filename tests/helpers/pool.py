@@ -104,7 +104,7 @@ class _Worker:
         with self.log.open("rb") as log:
             log.seek(self.log_start)
             lines = log.read().decode(errors="replace").splitlines()
-        return "".join(f"\n  | {line}" for line in lines[-30:])
+        return "".join(f"\n  | {line}" for line in lines[-120:])  # a process that died leaves its stack
 
     def stack(self) -> str:
         """Where the process is, by its own signal handler."""
