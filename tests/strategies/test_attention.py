@@ -201,6 +201,7 @@ def test_kernels_are_refused_on_a_cpu(name, reason):
 def test_heads_of_an_odd_width_are_left_to_the_exact_core(monkeypatch):
     """PyTorch's kernel pads nothing and fails on them; `auto` must not take it."""
     monkeypatch.setattr(varlen_attention, "_refuses", lambda query, value: None)
+    monkeypatch.setattr(varlen_attention, "_torch_varlen", lambda: varlen_stand_in)
     monkeypatch.setattr(FlashAttention, "refuses", lambda *args: "not installed")
     assert TorchVarlenAttention().refuses(*[torch.randn(13, 4, 64)] * 2, None) is None
     odd = [torch.randn(13, 4, 12)] * 2
