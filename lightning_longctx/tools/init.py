@@ -6,6 +6,7 @@ is read, so nothing is written twice.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -17,6 +18,8 @@ from lightning_longctx.tools.configuration import ReadConfiguration
 
 __all__ = ["find_recipe", "main", "recipe_list", "recipes", "summary_of"]
 
+# Where its commands find a recipe in a clone. Who asks for it here has it in the working folder.
+_CLONE = re.compile(r"\bexamples/(launch/)?")
 _USAGE = "usage: longctx init NAME > run.yaml"
 
 
@@ -48,7 +51,7 @@ def main(words: Sequence[str], read: ReadConfiguration) -> int:
     except ConfigurationError:
         print(recipe_list(found), file=sys.stderr)
         raise
-    sys.stdout.write(path.read_text(encoding="utf-8"))
+    sys.stdout.write(_CLONE.sub("", path.read_text(encoding="utf-8")))
     return 0
 
 

@@ -13,11 +13,19 @@ from lightning_longctx.tools.init import find_recipe, recipes, summary_of
 from tests.contracts.source import ROOT
 
 
-def test_a_recipe_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_printed_as_it_is_but_for_the_folder_of_a_clone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "quickstart"]) == 0
     printed = capsys.readouterr().out
-    assert printed == (ROOT / "examples" / "quickstart.yaml").read_text()
-    assert {"trainer", "model", "data"} <= yaml.safe_load(printed).keys()
+    text = (ROOT / "examples" / "quickstart.yaml").read_text()
+    assert printed == text.replace("examples/", "")
+    assert "longctx fit --config quickstart.yaml" in printed
+    assert yaml.safe_load(printed) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_none_names_a_folder_that_is_not_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", name]) == 0
+    assert "examples/" not in capsys.readouterr().out
 
 
 def test_all_configurations_and_scripts_of_the_examples_are_there() -> None:
