@@ -87,12 +87,6 @@ def check_world(world_size: int, sequence_parallel_size: int, replicate_size: in
         )
 
 
-# Meshes are kept for as long as the process lives. DTensor's caches keep them, too, for each thread. Whoever forks from
-# another thread has those caches emptied in the child, and a group that goes there with its mesh ends the child: its
-# threads are not there.
-_KEPT: list[DeviceMesh] = []
-
-
 def build_layout(device_type: str, sequence_parallel_size: int, replicate_size: int = 1) -> Layout:
     """Build meshes and groups. Collective: every rank calls it at the same point, with the same sizes.
 
@@ -126,7 +120,6 @@ def build_layout(device_type: str, sequence_parallel_size: int, replicate_size: 
         ranks_averaged=world_size,
     )
     shard_sp = parameters["shard_sp"]
-    _KEPT.extend([mesh, data_parallel, dp_sp, parameters, shard_sp])
     return Layout(mesh, data_parallel, shard_sp, dp_sp, parameters if replicate_size > 1 else shard_sp, topology)
 
 
