@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_longctx.callbacks import MoERouterHeatmap
 from lightning_longctx.errors import ConfigurationError
 from tests.callbacks.moe import CHECKPOINTING, EXPERTS, LAYERS, MoEModule, recount
 from tests.callbacks.toy import MemoryLogger, ToyLM, loader, make_batch, make_trainer
+from tests.helpers.pool import run_ranks
 
 BATCHES = [make_batch(seed, 5, padding=seed % 5) for seed in range(12)]
 
@@ -105,18 +107,28 @@ class _Save(Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.parametrize("strategy", ["auto", "longctx_fsdp"])  # the second loads checkpoints after `on_fit_start`
-def test_a_resume_in_the_middle_of_a_window_goes_on_with_it(tmp_path: Path, strategy: str) -> None:
-    saved, second = tmp_path / "middle.ckpt", MoERouterHeatmap(4)
+def goes_on_with_its_window(strategy: str) -> bool:
+    """Whether a resume in the working folder does."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    saved, second = Path("middle.ckpt"), MoERouterHeatmap(4)
     batches = [make_batch(seed, 5, padding=1 + seed % 4) for seed in range(12)]
-    fit(MoERouterHeatmap(4), tmp_path / "a", batches=batches, callbacks=[_Save(6, saved)], strategy=strategy)
-    whole = table(tmp_path / "a")
+    fit(MoERouterHeatmap(4), Path("a"), batches=batches, callbacks=[_Save(6, saved)], strategy=strategy)
+    whole = table(Path("a"))
     # Loaders in these tests have no state, so the rest of the data is given.
     settings: Any = {"ckpt_path": saved, "max_epochs": 2, "max_steps": 12, "strategy": strategy}
-    fit(second, tmp_path / "b", batches=batches[6:], **settings)
-    assert table(tmp_path / "b") == {window: counts for window, counts in whole.items() if window[1] > 6}
+    fit(second, Path("b"), batches=batches[6:], **settings)
+    assert table(Path("b")) == {window: counts for window, counts in whole.items() if window[1] > 6}
     assert second.state_dict()["history"]["steps"] == [4, 8, 12]
+    return True
+
+
+def test_a_resume_in_the_middle_of_a_window_goes_on_with_it() -> None:
+    assert goes_on_with_its_window("auto")
+
+
+@pytest.mark.distributed  # in the pool: process groups that this process is left with harm those that later tests fork
+def test_so_does_one_of_a_strategy_that_loads_checkpoints_after_the_start_of_the_fit() -> None:
+    assert run_ranks(goes_on_with_its_window, 1, "longctx_fsdp") == [True]
 
 
 def test_the_strip_and_the_starved_go_on_after_a_resume(tmp_path: Path) -> None:
