@@ -87,9 +87,8 @@ def _continue_csv(logger: CSVLogger, version: int | str, step: int) -> None:
     files, path = logger._fs, f"{logger.log_dir}/{ExperimentWriter.NAME_METRICS_FILE}"
     aside, new = f"{path}.before", f"{path}.new"
     if files.isfile(path):
-        files.mv(
-            path, aside
-        )  # Lightning's writer would remove it. Whoever dies before the end leaves it to the next start
+        # Lightning's writer would remove it.
+        files.mv(path, aside)
     with warnings.catch_warnings():  # not true here: what was logged before the checkpoint is written again below
         warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
         experiment = logger.experiment

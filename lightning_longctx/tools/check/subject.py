@@ -100,12 +100,13 @@ class Subject:
             self._failed.add(part)
             raise
         except RuntimeError as error:
-            raise self._needs_values(error) from error
+            raise self._needs_values(part, error) from error
 
-    def _needs_values(self, error: RuntimeError) -> Skipped:
+    def _needs_values(self, part: str, error: RuntimeError) -> Skipped:
         """What a constructor or ``configure_model`` says that looks at values, or at a Trainer that there is not."""
-        self._failed.add("model")
-        return Skipped(f"the model cannot be built by its shapes: {' '.join(str(error).split())}")
+        self._failed.add(part)
+        how = " by its shapes" if part == "model" else ""
+        return Skipped(f"the {part} cannot be built{how}: {' '.join(str(error).split())}")
 
     def shaped_model(self) -> LightningModule:
         """The model with all of its parameters, on the meta device.
@@ -121,7 +122,7 @@ class Subject:
             with torch.device("meta"):
                 getattr(model, "configure_shapes", model.configure_model)()
         except RuntimeError as error:
-            raise self._needs_values(error) from error
+            raise self._needs_values("model", error) from error
         return model
 
     def vocabulary(self) -> int | None:
